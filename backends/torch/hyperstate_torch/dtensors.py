@@ -1,0 +1,250 @@
+"""Reading and making sharded tensors of whatever kind, by structure alone.
+
+PyTorch's DTensor and HyperParallel's have no common base. Both have `device_mesh`, `placements` and
+`to_local()`; meshes and placements differ in spelling, and this module is where that ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from hyperstate.errors import UnsupportedConfigurationError
+from hyperstate.layout import Layout, Mesh, Shape, splits_of
+from hyperstate.schema import TensorSpec
+
+Splits = tuple[tuple[int, ...], ...]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `value` is a sharded tensor of some kind."""
+    return hasattr(value, "placements") and hasattr(value, "device_mesh") and hasattr(value, "to_local")
+
+
+def is_native(value: Any) -> bool:
+    """Whether `value` is built as PyTorch's own DTensor is: a local tensor and a spec with tensor metadata."""
+    return hasattr(getattr(value, "_spec", None), "tensor_meta")
+
+
+def local_of(value: Any) -> torch.Tensor:
+    """The local tensor of a sharded one, without autograd."""
+    found = getattr(value, "_local_tensor", None)
+    if found is None:
+        found = value.to_local()
+    if type(found) is not torch.Tensor and hasattr(found, "wait") and hasattr(found, "elem"):
+        found = found.wait()  # torch.distributed._functional_collectives.AsyncCollectiveTensor: not yet arrived
+    local: torch.Tensor = found
+    return local
+
+
+class Meshes:
+    """Meshes and layouts of the process' sharded tensors, read once each."""
+
+    def __init__(self) -> None:
+        # By identity: equal device meshes may have been sliced from different roots.
+        self._meshes: dict[int, tuple[weakref.ref[Any], Mesh, dict[Any, Layout]]] = {}
+
+    def layout(self, value: Any) -> Layout:
+        """Layout of a sharded tensor. Raises `UnsupportedConfigurationError` for a placement that has none."""
+        spec = getattr(value, "_spec", None)
+        if spec is None or not hasattr(spec, "tensor_meta"):
+            return self._foreign_layout(value)
+        placements, order = spec.placements, spec.shard_order
+        ndim = len(spec.tensor_meta.shape) if spec.tensor_meta is not None else value.ndim
+        mesh, known = self._entry(spec.mesh)
+        key = (placements, ndim, order)
+        layout = known.get(key)
+        if layout is None:
+            layout = known[key] = Layout(mesh, _splits(placements, mesh.shape, ndim, order))
+        return layout
+
+    def _foreign_layout(self, value: Any) -> Layout:
+        mesh, known = self._entry(value.device_mesh)
+        ndim = len(value.shape)
+        described = tuple(map(_describe, value.placements))
+        layout = known.get((described, ndim))
+        if layout is None:
+            splits = _splits(value.placements, mesh.shape, ndim, None)
+            layout = known[described, ndim] = Layout(mesh, splits)
+        return layout
+
+    def mesh(self, device_mesh: Any) -> Mesh:
+        """The core's mesh for a device mesh of either kind."""
+        return self._entry(device_mesh)[0]
+
+    def _entry(self, device_mesh: Any) -> tuple[Mesh, dict[Any, Layout]]:
+        found = self._meshes.get(id(device_mesh))
+        if found is not None and found[0]() is device_mesh:
+            return found[1], found[2]
+        name = id(device_mesh)
+        mesh = self._read(device_mesh)
+        layouts: dict[Any, Layout] = {}
+        self._meshes[name] = (weakref.ref(device_mesh, lambda _: self._meshes.pop(name, None)), mesh, layouts)
+        return mesh, layouts
+
+    def _read(self, device_mesh: Any) -> Mesh:
+        names = getattr(device_mesh, "mesh_dim_names", None)
+        shape = getattr(device_mesh, "mesh_shape", None)
+        if shape is None:
+            shape = device_mesh.shape
+        root = _root(device_mesh)
+        return Mesh(
+            tuple(int(size) for size in shape),
+            tuple(_ranks(device_mesh)),
+            tuple(map(str, names)) if names else None,
+            None if root is None else self.mesh(root),
+        )
+
+
+def _root(device_mesh: Any) -> Any:
+    find = getattr(device_mesh, "_get_root_mesh", None)
+    root = getattr(device_mesh, "root_mesh", None) if find is None else find()
+    return None if root is device_mesh else root
+
+
+def _ranks(device_mesh: Any) -> Iterator[int]:
+    ranks = getattr(device_mesh, "rank_list", None)
+    if ranks is None:
+        grid = device_mesh.mesh
+        ranks = (grid.tolist() if hasattr(grid, "tolist") else grid.asnumpy().tolist()) if grid is not None else []
+    stack = [iter(ranks)]
+    while stack:
+        for item in stack[-1]:
+            if isinstance(item, (list, tuple)):
+                stack.append(iter(item))
+                break
+            yield int(item)
+        else:
+            stack.pop()
+
+
+def _describe(placement: Any) -> tuple[int, int] | None:
+    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
+    if placement.is_replicate():
+        return None
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or dim is None:
+        raise UnsupportedConfigurationError(
+            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
+            "redistribute it to Replicate() or Shard() first"
+        )
+    return int(dim), int(getattr(placement, "split_factor", 1))
+
+
+def _splits(placements: Sequence[Any], mesh_shape: Shape, ndim: int, order: Any) -> Splits:
+    described = [_describe(placement) for placement in placements]
+    if order is not None and all(item is None or item[1] == 1 for item in described):
+        # DTensorSpec.shard_order: (tensor dimension, mesh dimensions in order of execution); it may differ
+        # from left to right although the placements are plain Shards.
+        ordered = {entry.tensor_dim: tuple(entry.mesh_dims) for entry in order}
+        return tuple(ordered.get(dim, ()) for dim in range(ndim))
+    try:
+        return splits_of(described, mesh_shape, ndim)
+    except ValueError as error:
+        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
+
+
+def device_of(device_mesh: Any) -> torch.device:
+    """The device on which this process' shards of a mesh live."""
+    kind = device_mesh.device_type
+    return current_device(kind() if callable(kind) else kind)
+
+
+def current_device(kind: str) -> torch.device:
+    """This process' device of a kind: the current one, since a global rank says nothing about a machine's devices."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def wrap(local: torch.Tensor, spec: TensorSpec, like: Any, meshes: Meshes) -> Any:
+    """A sharded tensor of the kind of `like` and on its mesh, around `local`."""
+    if spec.layout is None:
+        return local
+    if not is_sharded(like):
+        raise UnsupportedConfigurationError(f"a shard of {spec.layout} can't be made from a plain tensor's mesh")
+    same = meshes.layout(like) == spec.layout
+    if not same and meshes.mesh(like.device_mesh) != spec.layout.mesh:
+        raise UnsupportedConfigurationError(
+            f"a sharded tensor on the mesh {spec.layout.mesh} can't be made: the tensor it goes with lives on "
+            f"{meshes.mesh(like.device_mesh)}"
+        )
+    return _wrap_native(local, spec, like, same) if is_native(like) else _wrap_foreign(local, spec, like, same)
+
+
+def _wrap_native(local: torch.Tensor, spec: TensorSpec, like: Any, same: bool) -> Any:
+    own = like._spec
+    stride = contiguous_stride(spec.shape)
+    meta = own.tensor_meta
+    if same and meta is not None and (meta.shape, meta.stride, meta.dtype) == (spec.shape, stride, local.dtype):
+        return type(like)(local, own, requires_grad=False)
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    if same:
+        order = own.shard_order
+        placements = own.placements
+    else:
+        assert spec.layout is not None
+        order = None
+        placements = _native_placements(spec.layout)
+    tensor_meta = TensorMeta(torch.Size(spec.shape), stride, local.dtype)
+    made = DTensorSpec(own.mesh, placements, tensor_meta=tensor_meta, shard_order=order)
+    return type(like)(local, made, requires_grad=False)
+
+
+def _native_placements(layout: Layout) -> tuple[Any, ...]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    found: list[Any] = [Replicate()] * len(layout.mesh.shape)
+    for d, dim, factor in _factors(layout):
+        found[d] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+    return tuple(found)
+
+
+def _factors(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Of each splitting mesh dimension: itself, the tensor dimension, and its split factor (inverse of `splits_of`)."""
+    for dim, split in enumerate(layout.splits):
+        for i, d in enumerate(split):
+            yield d, dim, prod(layout.mesh.shape[e] for e in split[:i] if e > d)
+
+
+def _wrap_foreign(local: torch.Tensor, spec: TensorSpec, like: Any, same: bool) -> Any:
+    placements = tuple(like.placements) if same else _foreign_placements(spec, like)
+    made = type(like).from_local(local, like.device_mesh, placements)
+    if tuple(made.shape) != spec.shape:
+        raise UnsupportedConfigurationError(
+            f"{type(like).__module__}.{type(like).__qualname__} splits evenly only: a shard of shape "
+            f"{tuple(local.shape)} would stand for {tuple(made.shape)} instead of {spec.shape}"
+        )
+    return made
+
+
+def _foreign_placements(spec: TensorSpec, like: Any) -> tuple[Any, ...]:
+    """Placements made with the classes that `like`'s own placements have."""
+    assert spec.layout is not None
+    shard = next((type(p) for p in like.placements if getattr(p, "dim", None) is not None), None)
+    replicate = next((type(p) for p in like.placements if p.is_replicate()), None)
+    wanted = {d: (dim, factor) for d, dim, factor in _factors(spec.layout)}
+    count = len(spec.layout.mesh.shape)
+    if (
+        (wanted and shard is None)
+        or (len(wanted) < count and replicate is None)
+        or any(factor != 1 for _, factor in wanted.values())
+    ):
+        raise UnsupportedConfigurationError(
+            f"a tensor laid out as {spec.layout.splits} can't be made from the placements {tuple(like.placements)}"
+        )
+    return tuple(shard(wanted[d][0]) if d in wanted else replicate() for d in range(count))  # type: ignore[misc]  # checked above
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor, as `torch.empty` makes them."""
+    stride = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        stride[d] = stride[d + 1] * max(shape[d + 1], 1)
+    return tuple(stride)

@@ -1,0 +1,134 @@
+"""Live values as entries: what this rank holds or passes, ready to be compared with other ranks."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from .backend import Tensor, Tensors
+from .errors import UnsupportedConfigurationError
+from .schema import LEAF, Entry, Key, TensorSpec, put_together, take_apart, tiny, tiny_skeleton
+
+Read = Callable[[Key, TensorSpec], TensorSpec]
+"""Completes the spec of a tensor leaf of the value under a key (`statelayout.read_state`)."""
+
+
+@dataclass
+class Values:
+    """Values of one rank, taken apart: entries to compare, tensors to move."""
+
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    tensors: dict[Key, list[Tensor]] = field(default_factory=dict)
+    """The tensor leaves of each entry, in the order of its specs."""
+    counters: dict[Key, list[Tensor]] = field(default_factory=dict)
+    """The tensors that travel in each skeleton, in its order."""
+
+
+def describe(
+    tensors: Tensors, values: Mapping[Key, Any], read: Read | None = None, *, carry_objects: bool = False, inline: bool = False
+) -> Values:
+    """Take `values` apart.
+
+    Plain tensors of one element go into the skeleton with their bytes. Objects that JSON can't carry
+    are named by their type, or with `carry_objects` pickled (for extra state, inside a job only).
+    With `inline` every plain tensor goes into the skeleton (fields of param groups).
+    Errors name the key.
+    """
+    result = Values()
+    counters: list[tuple[Any, TensorSpec, Tensor]] = []
+    for key, value in values.items():
+        leaves: list[Tensor] = []
+        specs: list[TensorSpec] = []
+
+        def leaf(item: Any, key: Key = key, leaves: list[Tensor] = leaves, specs: list[TensorSpec] = specs) -> Any:
+            spec = tensors.spec(item)
+            if spec is None:
+                return _object(item, carry_objects)
+            if read is not None:
+                spec = read(key, spec)
+            if (tiny(spec) or (inline and spec.layout is None)) and not spec.form and not tensors.is_meta(item):
+                skeleton: dict[str, Any] = {"T": None}
+                counters.append((skeleton, spec, item))
+                result.counters.setdefault(key, []).append(item)
+                return skeleton
+            leaves.append(item)
+            specs.append(spec)
+            return LEAF if len(leaves) == 1 else {"t": len(leaves) - 1}
+
+        try:
+            skeleton = take_apart(value, leaf)
+        except UnsupportedConfigurationError as error:
+            raise UnsupportedConfigurationError(f"{show(key)}: {error}") from error
+        result.entries[key] = Entry(skeleton, tuple(specs))
+        result.tensors[key] = leaves
+    contents = tensors.raw([tensors.local(item) for _, _, item in counters])
+    for (skeleton, spec, _), content in zip(counters, contents, strict=True):
+        skeleton.update(tiny_skeleton(spec, content))
+    return result
+
+
+def _object(item: Any, carry: bool) -> Any:
+    if not carry:
+        return {"?": f"{type(item).__module__}.{type(item).__qualname__}"}
+    try:
+        return {"P": base64.b85encode(pickle.dumps(item)).decode()}
+    except Exception as error:
+        raise UnsupportedConfigurationError(f"an object of type {type(item).__qualname__}: {error}") from error
+
+
+def counter_spec(skeleton: Any) -> tuple[TensorSpec, bytes]:
+    """Spec and bytes of a tensor that travels in its skeleton."""
+    dtype, shape, content = skeleton["T"]
+    return TensorSpec(dtype, tuple(shape)), bytes.fromhex(content)
+
+
+def rebuild(
+    skeleton: Any, leaf: Callable[[int], Any], counter: Callable[[TensorSpec, bytes], Any]
+) -> Any:
+    """The value of `skeleton` from its tensor leaves (by index) and its counters."""
+
+    def make(item: Any) -> Any:
+        if "t" in item:
+            return leaf(item["t"])
+        if "T" in item:
+            return counter(*counter_spec(item))
+        if "P" in item:
+            return pickle.loads(base64.b85decode(item["P"]))  # from a rank of this job, never from a file
+        raise UnsupportedConfigurationError(f"a value of type {item.get('?')} can't be carried to another rank")
+
+    return put_together(skeleton, make)
+
+
+def content_digest(tensors: Tensors, value: Tensor) -> str:
+    """A digest of a plain tensor's bytes."""
+    return blake2b(tensors.raw([tensors.local(value)])[0], digest_size=8).hexdigest()
+
+
+def show(key: Key) -> str:
+    """A key as users know it."""
+    section, *rest = key
+    names = {"model": "model", "state": "optimizer state of", "param": "parameter", "global": "optimizer's shared"}
+    return f"{names.get(section, section)} " + " ".join(repr(part) for part in rest)
+
+
+def is_opaque(skeleton: Any) -> bool:
+    """Whether a value holds an object that only its own rank has."""
+    if isinstance(skeleton, list):
+        return any(map(is_opaque, skeleton))
+    if not isinstance(skeleton, dict):
+        return False
+    ((tag, inner),) = skeleton.items()
+    return tag == "?" or (tag in "({" and is_opaque(inner))
+
+
+def tensor_spec(entry: Entry) -> TensorSpec | None:
+    """The spec of a value that is one tensor, counters included; None for any other value."""
+    if entry.skeleton == LEAF:
+        return entry.leaves[0]
+    if isinstance(entry.skeleton, dict) and "T" in entry.skeleton:
+        return counter_spec(entry.skeleton)[0]
+    return None

@@ -1,0 +1,92 @@
+"""Fields of param groups: which value each of the target's groups gets. Matched by FQN, never by position."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from .agree import Classes
+from .backend import Backend
+from .collect import Held
+from .describe import rebuild
+from .errors import Fault
+from .merge import Variant
+from .resolve import Mode, Resolver
+from .schema import Entry
+from .sourcing import OWN_FIELDS
+
+Skeletons = dict[str, Any]
+
+
+def new_fields(
+    backend: Backend, held: Held, sources: Classes, resolver: Resolver, mode: Mode
+) -> tuple[list[dict[str, Any] | None], list[Fault]]:
+    """By target group the fields to set (None: leave the group alone), and what contradicts itself."""
+    me = backend.fabric.rank()
+    by_rank = {rank: _by_fqn(source["groups"], resolver) for ranks, source in sources for rank in ranks}
+    empty = {rank: [_pairs(g[1]) for g in source["groups"] if not g[0]] for ranks, source in sources for rank in ranks}
+    faults: list[Fault] = []
+    result: list[dict[str, Any] | None] = []
+    nameless = iter(empty.get(resolver.source_rank(me, empty), []))
+    for number, (fqns, _) in enumerate(held.groups):
+        if not fqns:
+            chosen = next(nameless, None)
+        else:
+            chosen = None
+            for fqn, fields in _sourced(fqns, me, by_rank, resolver):
+                chosen = _agreed(chosen, fields, number, fqn, me, mode.strict, faults)
+        result.append(None if chosen is None else _build(backend, chosen))
+    return result, faults
+
+
+def _by_fqn(groups: Any, resolver: Resolver) -> dict[str, Skeletons]:
+    return {
+        resolver.names.get(fqn, fqn): fields for fqns, skeleton in groups for fields in [_pairs(skeleton)] for fqn in fqns
+    }
+
+
+def _pairs(skeleton: Any) -> Skeletons:
+    return {name: value for name, value in skeleton["{"] if name not in OWN_FIELDS}
+
+
+def _sourced(
+    fqns: list[str], me: int, by_rank: dict[int, dict[str, Skeletons]], resolver: Resolver
+) -> Iterator[tuple[str, Skeletons]]:
+    for fqn in fqns:
+        target = next((v for v in resolver.targets[("param", fqn)] if me in v.ranks), Variant(Entry(None), (me,)))
+        rank = resolver.named_source(fqn, target)
+        fields = by_rank.get(rank, {}).get(fqn) if rank is not None else None
+        if fields is not None:
+            yield fqn, fields
+
+
+def _agreed(
+    first: Skeletons | None, fields: Skeletons, number: int, fqn: str, me: int, strict: bool, faults: list[Fault]
+) -> Skeletons:
+    """`first`, extended by fields that it lacks; a contradiction is a fault or a warning."""
+    if first is None:
+        return dict(fields)
+    names = sorted(name for name in fields if name in first and first[name] != fields[name])
+    if names:
+        values = ", ".join(f"{name}: {_short(first[name])} and {_short(fields[name])}" for name in names)
+        text = f"param group {number} of the target gets two values for {values} ({fqn!r} disagrees with those before it)"
+        if strict:
+            faults.append(Fault(me, "IncompatibleStateError", text))
+        else:
+            warnings.warn(text + "; the first is used", stacklevel=6)
+    return {**fields, **first}
+
+
+def _short(skeleton: Any) -> str:
+    return str(skeleton)[:40]
+
+
+def _build(backend: Backend, fields: Skeletons) -> dict[str, Any]:
+    def refuse(i: int) -> Any:
+        raise AssertionError("fields carry their tensors inline")
+
+    return {
+        name: rebuild(skeleton, refuse, lambda spec, data: backend.tensors.from_raw(data, spec, None))
+        for name, skeleton in fields.items()
+    }

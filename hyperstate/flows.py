@@ -1,0 +1,252 @@
+"""How a getter and a setter run, step by step. `api.py` is the public face of this."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from .agree import Call
+from .backend import Backend, choose
+from .collect import Held, add_optimizer, hold_model
+from .describe import Values, is_opaque, rebuild
+from .errors import Fault, InvalidStateDictError, OptionError, fault_of
+from .flatten import flatten_optim_state_dict
+from .getters import Result, full, sharded
+from .layout import Mesh
+from .options import StateDictOptions, read_options
+from .participants import participants
+from .resolve import Mode
+from .setters import IncompatibleKeys, Target, describe_parts, set_all
+from .sourcing import Source, describe_source, read_model, read_optimizer
+
+StateDict = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller of a setter passes, and which of the two it sets."""
+
+    model_dict: Any = None
+    optim_dict: Any = None
+    sections: tuple[str, ...] = ()
+    state_form: str | None = None
+    device: Any = None
+    check_sources: bool = False
+
+
+# -- getters -------------------------------------------------------------------------------------------
+
+
+def get(
+    name: str, model: Any, optimizer: Any, submodules: Any, options: Any, ranks: Any, timeout: float | None
+) -> tuple[StateDict, StateDict]:
+    backend = choose(_first(model), _first(optimizer))
+    faults = _Faults(backend)
+    opts = faults.guard(lambda: read_options(options)) or _lenient(options)
+    held = faults.guard(lambda: _hold_for_get(backend, model, optimizer, submodules, opts, name)) or Held(Values(), {})
+    if not opts.full_state_dict:
+        faults.raise_here()
+        values = sharded(backend, held, to_host=opts.cpu_offload, warn=lambda text: warnings.warn(text, stacklevel=5))
+        answered = {fqn: True for fqn in held.params}
+    else:
+        whole_job = opts.cpu_offload and not held.meshes()
+        call = _call(backend, _what(name, opts), held.meshes(), faults, ranks, timeout, whole_job)
+        values, answered = full(call, held, faults.found, root_only=opts.cpu_offload)
+    strip = None if opts.keep_submodule_prefixes or submodules is None else backend.model(model).prefixes(submodules)
+    model_dict = {_strip(key[1], strip): value for key, value in values.items() if key[0] == "model"}
+    if optimizer is None:
+        return model_dict, {}
+    optim_dict = _optim_dict(backend, held, values, answered, opts)
+    return model_dict, flatten_optim_state_dict(optim_dict) if opts.flatten_optimizer_state_dict else optim_dict
+
+
+def _hold_for_get(
+    backend: Backend, model: Any, optimizer: Any, submodules: Any, opts: StateDictOptions, name: str
+) -> Held:
+    port = backend.model(model)
+    if name == "get_optim_state_dict":
+        held = Held(Values(), {})
+    else:
+        only = None if submodules is None else port.prefixes(submodules)
+        held = hold_model(backend, port, skip_frozen=opts.ignore_frozen_params, only=only)
+    return held if optimizer is None else add_optimizer(backend, held, port, backend.optimizer(optimizer), None)
+
+
+def _strip(fqn: str, prefixes: Iterable[str] | None) -> str:
+    for prefix in prefixes or ():
+        if fqn.startswith(prefix):
+            return fqn[len(prefix) :]
+    return fqn
+
+
+def _optim_dict(
+    backend: Backend, held: Held, values: Result, answered: Mapping[str, bool], opts: StateDictOptions
+) -> StateDict:
+    """The nested optimizer dict of what this rank got; empty if it answers for no parameter."""
+    if held.params and not any(answered.get(fqn) for fqn in held.params):
+        return {}
+    state: dict[str, dict[Any, Any]] = {}
+    for key, value in values.items():
+        if key[0] == "state":
+            state.setdefault(key[1], {})[key[2]] = value
+    groups = []
+    for i, (fqns, live) in enumerate(held.groups):
+        mine = [fqn for fqn in fqns if answered.get(fqn)]
+        if mine or not fqns:
+            groups.append({"params": mine, **_fields(backend, held, i, live, opts)})
+    result: StateDict = {"state": state, "param_groups": groups}
+    shared = {key[1]: value for key, value in values.items() if key[0] == "global"}
+    return {**result, "global": shared} if shared else result
+
+
+def _fields(backend: Backend, held: Held, i: int, fields: dict[str, Any], opts: StateDictOptions) -> dict[str, Any]:
+    skeleton = held.fields.entries[("group", i)].skeleton
+    if is_opaque(skeleton) or not (opts.full_state_dict or opts.cpu_offload):
+        return dict(fields)
+    live = iter(held.fields.counters.get(("group", i), ()))
+
+    def tensor(spec: Any, data: bytes) -> Any:
+        place = backend.tensors.place(next(live))
+        return backend.tensors.from_raw(data, spec, None if opts.cpu_offload else place)
+
+    result: dict[str, Any] = rebuild(skeleton, lambda _: None, tensor)
+    return result
+
+
+# -- setters -------------------------------------------------------------------------------------------
+
+
+def put(
+    name: str, model: Any, optimizer: Any, given: Given, options: Any, ranks: Any, timeout: float | None
+) -> IncompatibleKeys:
+    """One setter call, whatever it sets."""
+    backend = choose(_first(model), _first(optimizer))
+    faults = _Faults(backend)
+    opts = faults.guard(lambda: read_options(options)) or _lenient(options)
+    target = faults.guard(lambda: _hold_for_set(backend, model, optimizer, given)) or Target(Held(Values(), {}))
+    source, described = Source(), Values()
+    if not faults.found:
+        source = faults.guard(lambda: _read(backend, given, target.held, opts)) or source
+        described = faults.guard(
+            lambda: describe_source(backend.tensors, source, opts.broadcast_from_rank0, given.check_sources)
+        ) or described
+    parts = {} if faults.found else faults.guard(lambda: describe_parts(backend, target, source, described)) or {}
+    passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
+    meshes = [*target.held.meshes(), *passed]
+    call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
+    mode = Mode(opts.full_state_dict, opts.broadcast_from_rank0, opts.strict, given.check_sources)
+    return set_all(call, target, described, mode, parts, faults.found)
+
+
+def _hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given) -> Target:
+    if given.state_form not in (None, "sharded", "local"):
+        raise OptionError(f"state_form={given.state_form!r} must be 'sharded', 'local' or None")
+    port = backend.model(model, device=given.device)
+    target = Target(Held(Values(), {}), port)
+    if "model" in given.sections:
+        target.held = hold_model(backend, port)
+        target.extra = frozenset(fqn for fqn, entry in port.entries().items() if entry.kind == "extra")
+    if optimizer is not None:
+        target.optimizer = backend.optimizer(optimizer)
+        add_optimizer(backend, target.held, port, target.optimizer, given.state_form)
+    return target
+
+
+def _read(backend: Backend, given: Given, held: Held, opts: StateDictOptions) -> Source:
+    """What was passed. A rank that passes nothing where every rank must is told which option it means."""
+    source = Source()
+    if "model" in given.sections:
+        source.add(read_model(given.model_dict))
+    if "optimizer" in given.sections:
+        source.add(read_optimizer(backend.tensors, given.optim_dict, held))
+    needed = {"model": bool(held.values.entries), "optimizer": bool(held.params)}
+    lacking = [section for section in given.sections if needed[section] and section not in source.given]
+    if lacking and opts.full_state_dict and not opts.broadcast_from_rank0:
+        raise InvalidStateDictError(
+            f"no {' and no '.join(lacking)} state dict was passed; full_state_dict=True needs it on every rank. If only "
+            "the root rank holds it, set broadcast_from_rank0=True"
+        )
+    return source
+
+
+# -- both ----------------------------------------------------------------------------------------------
+
+
+class _Faults:
+    """What went wrong on this rank before the ranks could agree."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.rank, self.found = backend.fabric.rank(), list[Fault]()
+        self._first: Exception | None = None
+
+    def guard(self, step: Callable[[], T]) -> T | None:
+        """The result of `step`, or None after noting its failure."""
+        try:
+            return step()
+        except Exception as error:
+            self.found.append(fault_of(error, self.rank))
+            self._first = self._first or error
+            return None
+
+    def raise_here(self) -> None:
+        """Raise the first failure as it was: no other rank is involved."""
+        if self._first is not None:
+            raise self._first
+
+
+def _call(
+    backend: Backend,
+    what: str,
+    meshes: Sequence[Mesh],
+    faults: _Faults,
+    ranks: Any,
+    timeout: float | None,
+    whole_job: bool,
+) -> Call:
+    """Open a collective call. A rank that can't tell who takes part tells the whole job so."""
+    me, world = backend.fabric.rank(), backend.fabric.world()
+    limit = backend.fabric.timeout() if timeout is None else float(timeout)
+    explicit = None if ranks is None else faults.guard(lambda: tuple(backend.ranks_of(ranks)))
+    broken = bool(faults.found) and not meshes
+    members = faults.guard(
+        lambda: participants(meshes, me, world, whole_job=whole_job or broken, explicit=explicit)
+    ) or tuple(range(world))
+    return Call(backend, members, what, limit)
+
+
+def _what(name: str, opts: StateDictOptions) -> str:
+    """The call as participants must all make it."""
+    default = StateDictOptions()
+    chosen = [f"{f.name}={getattr(opts, f.name)}" for f in fields(opts) if getattr(opts, f.name) != getattr(default, f.name)]
+    return f"{name}({', '.join(chosen)})"
+
+
+def _lenient(options: Any) -> StateDictOptions:
+    """The readable part of options that were refused: enough to find the other ranks and tell them."""
+    broadcast = getattr(options, "broadcast_from_rank0", False) is True
+    return StateDictOptions(
+        full_state_dict=broadcast or getattr(options, "full_state_dict", False) is True,
+        cpu_offload=getattr(options, "cpu_offload", False) is True,
+        broadcast_from_rank0=broadcast,
+    )
+
+
+def _first(value: Any) -> Any:
+    """The object that tells the backend: the first of a sequence of modules or optimizers."""
+    if isinstance(value, (list, tuple)):
+        return value[0] if value else None
+    return value
+
+
+def names_of(model: Any, optimizer: Any) -> tuple[set[str], list[list[str]] | None]:
+    """All parameter names of `model`, and the grouping of `optimizer` by FQN."""
+    backend = choose(_first(model), _first(optimizer))
+    port = backend.model(model)
+    known = {fqn for fqns in port.parameters().values() for fqn in fqns}
+    if optimizer is None:
+        return known, None
+    held = add_optimizer(backend, Held(Values(), {}), port, backend.optimizer(optimizer), None)
+    return known, [fqns for fqns, _ in held.groups]

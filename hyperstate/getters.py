@@ -1,0 +1,212 @@
+"""Getters: sharded form without communication, full form under one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from .agree import Call
+from .backend import Backend, Local, Place
+from .collect import Held
+from .describe import content_digest, is_opaque, rebuild, show
+from .errors import Fault, raise_faults
+from .layout import Box, Layout, whole
+from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
+from .plan import Move, plan, to_ranks
+from .schema import LEAF, Entry, Key, TensorSpec, pack_entries
+from .statelayout import AMBIGUOUS, HOOK, LOCAL, is_sharded
+from .transfer import message_limit, run
+
+Result = dict[Key, Any]
+Warn = Callable[[str], None]
+
+
+# -- sharded -----------------------------------------------------------------------------------------
+
+
+def sharded(backend: Backend, held: Held, *, to_host: bool, warn: Warn) -> Result:
+    """The values as the ranks hold them; local state of sharded parameters becomes sharded tensors.
+
+    Without `to_host` the tensors are live; with it they are copies.
+    """
+    copies: list[tuple[Local, Local]] = []
+    result = {key: _sharded_value(backend, held, key, to_host, copies, warn) for key in held.values.entries}
+    backend.tensors.copy(copies)
+    return result
+
+
+def _sharded_value(
+    backend: Backend, held: Held, key: Key, to_host: bool, copies: list[tuple[Local, Local]], warn: Warn
+) -> Any:
+    tensors = backend.tensors
+    entry, live = held.values.entries[key], held.values.tensors[key]
+    counters: Iterator[Any] = iter(held.values.counters.get(key, ()))
+
+    def leaf(i: int) -> Any:
+        spec, value = entry.leaves[i], live[i]
+        if spec.form == AMBIGUOUS:
+            warn(f"{show(key)} stays plain because its layout is unknown; use {HOOK % key[-1]}")
+        local = tensors.local(value)
+        if to_host and not tensors.is_meta(value):
+            local = _copy_later(backend, local, None, copies)
+        if spec.layout is None or _replicated_counter(key, spec):
+            return local
+        return tensors.wrap(local, replace(spec, form=""), held.parameters[key[1]] if spec.form == LOCAL else value)
+
+    def counter(spec: TensorSpec, data: bytes) -> Any:
+        value = next(counters)
+        return tensors.from_raw(data, spec, None) if to_host else value
+
+    plain = all(spec.form not in (LOCAL, AMBIGUOUS) and not _replicated_counter(key, spec) for spec in entry.leaves)
+    if is_opaque(entry.skeleton):
+        return deepcopy(held.live[key]) if to_host else held.live[key]
+    if plain and not to_host:
+        return held.live[key]
+    return rebuild(entry.skeleton, leaf, counter)
+
+
+def _replicated_counter(key: Key, spec: TensorSpec) -> bool:
+    """Counters come back plain, also from optimizers that keep them as sharded tensors."""
+    return key[0] == "state" and spec.layout is not None and not spec.layout.used and prod(spec.shape) == 1
+
+
+def _copy_later(backend: Backend, local: Local, place: Place, copies: list[tuple[Local, Local]]) -> Local:
+    """A fresh tensor like `local` on `place`, filled when `copies` are made."""
+    spec = backend.tensors.spec(local)
+    assert spec is not None
+    fresh = backend.tensors.empty(spec.shape, spec.dtype, place)
+    copies.append((fresh, local))
+    return fresh
+
+
+# -- full --------------------------------------------------------------------------------------------
+
+
+def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) -> tuple[Result, dict[str, bool]]:
+    """Full tensors on every holder, or (`root_only`, on the host) on the root rank of each entry.
+
+    Also tells which parameters of the optimizer this rank answers for in `param_groups`.
+    """
+    _mark_replicas(call.backend, held)
+    groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
+    params = {("param", fqn): Entry(LEAF, (replace(spec, form=""),)) for fqn, spec in held.params.items()}
+    parts = call.describe(
+        faults, {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
+    )
+    variants = merge(parts["entries"])
+    raise_faults([*check_alike(variants, call.ranks), *check_groups(parts["groups"])], call.what)
+    roots = {key: root_of(same) for key, same in variants.items()}
+    answered = {key[1]: not root_only or roots[key] == call.me for key in variants if key[0] == "param"}
+    wanted = {
+        key: mine
+        for key, same in variants.items()
+        if key[0] != "param" and (mine := _wanted(same, call.me, roots[key], root_only)) is not None
+    }
+    return _Gather(call, held, variants, roots, root_only).run(wanted), answered
+
+
+def _mark_replicas(backend: Backend, held: Held) -> None:
+    """Add a digest of the contents to plain state of sharded parameters that no rule explains.
+
+    If it differs between ranks, it is no replicated statistic, whatever its shape.
+    """
+    for key, entry in held.values.entries.items():
+        if key[0] != "state" or key[2] in held.rules or not is_sharded(held.params.get(key[1])):
+            continue
+        leaves = tuple(
+            replace(spec, form="replica " + content_digest(backend.tensors, value))
+            if spec.layout is None and not spec.form
+            else spec
+            for spec, value in zip(entry.leaves, held.values.tensors[key], strict=True)
+        )
+        held.values.entries[key] = Entry(entry.skeleton, leaves)
+
+
+def _wanted(same: Sequence[Variant], me: int, root: int | None, root_only: bool) -> Variant | None:
+    """The variant from which rank `me` builds its result; None if it gets none."""
+    if root_only:
+        return next((v for v in same if me in v.holders()), None) if root == me else None
+    for variant in same:
+        layout = variant.layout()
+        if me in variant.holders() or (layout is not None and me in layout.mesh.members):
+            return variant
+    return None
+
+
+class _Gather:
+    """Moves the leaves of all entries and builds this rank's values."""
+
+    def __init__(
+        self, call: Call, held: Held, variants: Variants, roots: dict[Key, int | None], root_only: bool
+    ) -> None:
+        self.call, self.held, self.variants, self.roots, self.root_only = call, held, variants, roots, root_only
+        self.backend = call.backend
+        self.moves: list[tuple[Move, str]] = []
+        self.sources: dict[int, tuple[Local, Box]] = {}
+        self.targets: dict[int, tuple[Local, Box]] = {}
+        self.full: dict[tuple[Key, int], Local] = {}
+        self.copies: list[tuple[Local, Local]] = []
+
+    def run(self, wanted: dict[Key, Variant]) -> Result:
+        for key, same in self.variants.items():
+            if key[0] != "param":
+                self._add_moves(key, same, wanted.get(key))
+        self.backend.tensors.copy(self.copies)
+        stages = plan(self.moves, self.call.me, message_limit(len(self.call.ranks)))
+        run(self.backend, stages, self.sources.__getitem__, self.targets.__getitem__, self.call.timeout)
+        order = [key for key in self.held.values.entries if key in wanted]
+        order += [key for key in wanted if key not in self.held.values.entries]
+        return {key: self._build(key, wanted[key].entry) for key in order}
+
+    def _add_moves(self, key: Key, same: Sequence[Variant], mine: Variant | None) -> None:
+        root = self.roots[key]
+        for variant in same:
+            layout = variant.layout()
+            if layout is not None and self.call.me in layout.mesh.members:
+                if not self.root_only or root in layout.mesh.members:
+                    self._add_sharded(key, variant, layout, [root] if self.root_only else layout.mesh.ranks)
+        if mine is None:
+            return
+        for i, (spec, value) in enumerate(zip(mine.entry.leaves, self.held.values.tensors.get(key, []), strict=False)):
+            if spec.layout is None:
+                place = None if self.root_only else self.backend.tensors.place(value)
+                self.full[key, i] = _copy_later(self.backend, self.backend.tensors.local(value), place, self.copies)
+
+    def _add_sharded(self, key: Key, variant: Variant, layout: Layout, ranks: Sequence[Any]) -> None:
+        me, tensors = self.call.me, self.backend.tensors
+        live = self.held.values.tensors.get(key, [])
+        for i, spec in enumerate(variant.entry.leaves):
+            if spec.layout is None:
+                continue
+            index = len(self.moves)
+            self.moves.append(
+                (Move(index, spec.dtype, spec.shape, spec.layout, to_ranks(ranks, spec.shape)), spec.dtype)
+            )
+            box = spec.layout.box(spec.shape, me)
+            if i < len(live) and box is not None:
+                self.sources[index] = (tensors.local(live[i]), box)
+            if me in ranks:
+                place = None if self.root_only else self._place(key, i)
+                self.full[key, i] = tensors.empty(spec.shape, spec.dtype, place)
+                self.targets[index] = (self.full[key, i], whole(spec.shape))
+
+    def _place(self, key: Key, i: int) -> Place:
+        live = self.held.values.tensors.get(key) or [self.held.parameters[key[1]]]
+        return self.backend.tensors.place(live[min(i, len(live) - 1)])
+
+    def _build(self, key: Key, entry: Entry) -> Any:
+        if is_opaque(entry.skeleton):
+            return deepcopy(self.held.live[key])
+        counters = iter(self.held.values.counters.get(key, ()))
+
+        def counter(spec: TensorSpec, data: bytes) -> Any:
+            value = next(counters, None)
+            place = None if self.root_only or value is None else self.backend.tensors.place(value)
+            return self.backend.tensors.from_raw(data, spec, place)
+
+        return rebuild(entry.skeleton, lambda i: self.full[key, i], counter)
+
+

@@ -1,0 +1,193 @@
+"""Do ranks that hold one thing hold it alike? Pure: equal inputs give equal answers on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .agree import Classes
+from .describe import show
+from .errors import Fault
+from .layout import Layout
+from .schema import Entry, Key, TensorSpec, unpack_entries
+from .statelayout import AMBIGUOUS, HOOK, LOCAL, OPAQUE
+
+
+class Variant(NamedTuple):
+    """An entry as some ranks hold it."""
+
+    entry: Entry
+    ranks: tuple[int, ...]
+
+    def layout(self) -> Layout | None:
+        """Layout of its sharded leaves, if any; one value's leaves share a mesh."""
+        return next((spec.layout for spec in self.entry.leaves if spec.layout is not None), None)
+
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that hold data: those with a coordinate, where there is a mesh."""
+        layout = self.layout()
+        return self.ranks if layout is None else tuple(r for r in self.ranks if r in layout.mesh.members)
+
+
+Variants = dict[Key, list[Variant]]
+
+
+def merge(classes: Classes) -> Variants:
+    """By key, the distinct entries that ranks hold, lowest rank first."""
+    found: Variants = {}
+    for ranks, packed in classes:
+        for key, entry in unpack_entries(packed).items():
+            found[key] = _add(found.get(key, []), Variant(entry, ranks))
+    return {key: settle(same) for key, same in found.items()} if len(classes) > 1 else found
+
+
+def _add(variants: list[Variant], new: Variant) -> list[Variant]:
+    """`variants` with `new` joined to the one that is equal, if there is one."""
+    for i, old in enumerate(variants):
+        if old.entry == new.entry:
+            joined = Variant(old.entry, tuple(sorted((*old.ranks, *new.ranks))))
+            return [*variants[:i], joined, *variants[i + 1 :]]
+    return [*variants, new]
+
+
+def settle(variants: list[Variant]) -> list[Variant]:
+    """Read one-element shards, which decide nothing alone, as the other ranks' part of the same value is read."""
+    if len(variants) < 2:
+        return variants
+    merged: list[Variant] = []
+    for entry, ranks in variants:
+        if entry.leaves and entry.leaves[0].form == AMBIGUOUS:
+            entry = next((v.entry for v in variants if _could_be(entry.leaves[0], v.entry, ranks)), entry)
+        merged = _add(merged, Variant(entry, ranks))
+    return merged
+
+
+def _could_be(spec: TensorSpec, other: Entry, ranks: Sequence[int]) -> bool:
+    """Whether a tensor of unclear layout on `ranks` can be their part of what `other` describes."""
+    if not other.leaves:
+        return _counter(other.skeleton) and other.skeleton["T"][:2] == [spec.dtype, list(spec.shape)]
+    full = other.leaves[0]
+    if full.form != LOCAL or full.layout is None or full.dtype != spec.dtype:
+        return False
+    boxes = [full.layout.box(full.shape, rank) for rank in ranks]
+    return all(box is not None and box.shape == spec.shape for box in boxes)
+
+
+def root_of(variants: Sequence[Variant]) -> int | None:
+    """The lowest rank that holds the entry's data; None if no participant does."""
+    return min((rank for variant in variants for rank in variant.holders()), default=None)
+
+
+def check_alike(variants: Variants, ranks: Sequence[int]) -> list[Fault]:
+    """What participants of a full getter must agree on: presence, shapes, dtypes, layouts, counters."""
+    faults: list[Fault] = []
+    for key, held in variants.items():
+        faults += _unclear(key, held)
+        first = held[0]
+        for other in held[1:]:
+            text = _difference(key, first, other)
+            if text:
+                kind = "AmbiguousLayoutError" if "register_state_layout" in text else "DisagreementError"
+                faults.append(Fault(other.ranks[0], kind, f"{show(key)}: {text}"))
+        faults += check_present(key, held, frozenset(ranks))
+    return faults
+
+
+def _unclear(key: Key, held: Sequence[Variant]) -> list[Fault]:
+    for variant in held:
+        for spec in variant.entry.leaves:
+            if spec.form == OPAQUE:
+                text = "is registered as opaque_local, so it has no full form; use the sharded form"
+                return [Fault(variant.ranks[0], "AmbiguousLayoutError", f"{show(key)} {text}")]
+            if spec.form == AMBIGUOUS:
+                text = f"has the shape {spec.shape}, which does not tell its layout; use " + HOOK % key[-1]
+                return [Fault(variant.ranks[0], "AmbiguousLayoutError", f"{show(key)} {text}")]
+    return []
+
+
+def _difference(key: Key, a: Variant, b: Variant) -> str:
+    """How two variants of one key contradict each other; empty if they may stand side by side."""
+    left, right = a.entry, b.entry
+    if len(left.leaves) == len(right.leaves):
+        for x, y in zip(left.leaves, right.leaves, strict=True):
+            if (x.dtype, x.shape) != (y.dtype, y.shape):
+                return f"{_says(a)} has {brief(x)}, {_says(b)} has {brief(y)}; names that are local to a stage need ranks="
+            if (x.layout is None) != (y.layout is None):
+                return f"it is sharded on {_says(a)} and plain on {_says(b)}"
+            if x.form != y.form and "replica" in x.form + y.form:
+                who = f"{_says(a)} and {_says(b)}"
+                return f"a plain tensor of shape {x.shape} differs between {who}; tell what it is: {HOOK % key[-1]}"
+    if key[0] == "model" and _shape_of(left.skeleton) == _shape_of(right.skeleton):
+        return ""  # buffers and extra state of replicas may differ: the root's counts
+    if left.skeleton != right.skeleton:
+        return f"{_says(a)} has {_value(left.skeleton)}, {_says(b)} has {_value(right.skeleton)}"
+    return ""
+
+
+def check_present(key: Key, held: Sequence[Variant], ranks: frozenset[int]) -> list[Fault]:
+    """Each rank of a value's mesh must take part and hold the value, unless its shard is empty."""
+    for variant in held:
+        for spec in variant.entry.leaves:
+            if spec.layout is None or not variant.holders():
+                continue
+            members, layout, shape = spec.layout.mesh.members, spec.layout, spec.shape
+            if members - ranks:
+                text = f"its mesh {sorted(members)} reaches beyond the participants {sorted(ranks)}; pass ranks="
+                return [Fault(variant.ranks[0], "ParticipantsError", f"{show(key)}: {text}")]
+            absent = members - set(variant.ranks)
+            missing = sorted(r for r in absent if (box := layout.box(shape, r)) is not None and box.size)
+            if missing:
+                text = f"ranks {list(variant.ranks)} hold it as {brief(spec)}, {missing} of the same mesh do not"
+                return [Fault(missing[0], "DisagreementError", f"{show(key)}: {text}")]
+    return []
+
+
+def check_groups(classes: Classes) -> list[Fault]:
+    """Every FQN must stand in a group with the same fields wherever it stands."""
+    seen: dict[str, tuple[int, Any]] = {}
+    faults = []
+    for ranks, groups in classes:
+        for fqns, skeleton in groups:
+            for fqn in fqns:
+                rank, other = seen.setdefault(fqn, (ranks[0], skeleton))
+                if other != skeleton:
+                    here, there = dict(map(_pair, skeleton["{"])), dict(map(_pair, other["{"]))
+                    names = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+                    text = f"group fields {names} of {fqn!r} differ between rank {rank} and rank {ranks[0]}"
+                    faults.append(Fault(ranks[0], "DisagreementError", text))
+    return faults
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    return item[0], item[1]
+
+
+def _shape_of(skeleton: Any) -> Any:
+    """A skeleton without the contents of counters, and without what extra state holds."""
+    if isinstance(skeleton, dict) and "T" in skeleton:
+        return skeleton["T"][:2]
+    return skeleton if skeleton == {"t": 0} else None
+
+
+def brief(spec: TensorSpec) -> str:
+    """A tensor in a few words."""
+    return f"{spec.dtype}{list(spec.shape)}"
+
+
+def _value(skeleton: Any) -> str:
+    text = f"{skeleton['T'][0]}{skeleton['T'][1]} bytes {skeleton['T'][2]}" if _counter(skeleton) else str(skeleton)
+    return text if len(text) < 80 else text[:77] + "…"
+
+
+def _counter(skeleton: Any) -> bool:
+    return isinstance(skeleton, dict) and "T" in skeleton
+
+
+def _says(variant: Variant) -> str:
+    return f"rank {variant.ranks[0]}"
+
+
+def without_form(spec: TensorSpec) -> TensorSpec:
+    """The spec of a full tensor, whatever its shards are kept as."""
+    return replace(spec, layout=None, form="")

@@ -1,0 +1,242 @@
+"""Copies between layouts, and the messages that carry them. Pure arithmetic: no tensor, no socket.
+
+Every rank derives its own part of a plan alone. A plan runs in *stages* (a later stage may forward
+what an earlier one delivered) and a stage in *rounds*: in a round each pair of ranks exchanges one
+message in each direction at most, made alike by sender and receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from .layout import Box, Layout, Shape, intersect, replicated
+from .schema import DTYPES
+
+DIRECT_BYTES = 256 * 1024
+"""A region at least this large goes straight between its storage and the wire."""
+ALIGNMENT = 16
+"""Entries of a packed message start at multiples of this many bytes."""
+
+
+class Copy(NamedTuple):
+    """A region, in full-tensor coordinates, that goes to or comes from `peer`."""
+
+    peer: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor's way from one layout to another.
+
+    `index` names the tensor to the caller; `forward` says that the source storage is what an
+    earlier stage wrote.
+    """
+
+    index: int
+    dtype: str
+    shape: Shape
+    source: Layout
+    target: Layout
+    forward: bool = False
+
+
+class Piece(NamedTuple):
+    """A region inside a message: of move `move` (position in the stage's list), at byte `offset` if packed."""
+
+    move: int
+    box: Box
+    offset: int
+
+
+@dataclass(slots=True)
+class Message:
+    """What one rank sends another in one round: one packed buffer of `nbytes`, and direct regions."""
+
+    packed: list[Piece] = field(default_factory=list)
+    direct: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """This rank's messages of one round, by peer."""
+
+    sends: dict[int, Message] = field(default_factory=dict)
+    recvs: dict[int, Message] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This rank's part of a stage: `local` copies within its own memory, then `rounds`."""
+
+    moves: tuple[Move, ...]
+    local: tuple[Piece, ...]
+    rounds: tuple[Round, ...]
+
+
+def _choose(holders: tuple[int, ...], target: int) -> int:
+    """Which of `holders` serves `target`: itself, else the nearest rank (most often the same machine)."""
+    return min(holders, key=lambda rank: (abs(rank - target), rank))
+
+
+@lru_cache(maxsize=1 << 14)
+def incoming(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Copy, ...]:
+    """The regions that rank `me` needs, each with the rank that has it (perhaps `me`)."""
+    mine = target.box(shape, me)
+    if mine is None or not mine.size:
+        return ()
+    copies = []
+    for box, holders in source.shards(shape):
+        common = intersect(box, mine)
+        if common is not None:
+            copies.append(Copy(_choose(holders, me), common))
+    return tuple(copies)
+
+
+@lru_cache(maxsize=1 << 14)
+def outgoing(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Copy, ...]:
+    """The regions that rank `me` sends to others, each with its receiver."""
+    mine = source.box(shape, me)
+    if mine is None or not mine.size:
+        return ()
+    holders = next(ranks for box, ranks in source.shards(shape) if box == mine)
+    copies = []
+    for rank in target.mesh.ranks:
+        box = target.box(shape, rank)
+        common = intersect(mine, box) if box is not None else None
+        if common is not None and rank != me and _choose(holders, rank) == me:
+            copies.append(Copy(rank, common))
+    return tuple(copies)
+
+
+def to_ranks(ranks: Sequence[int], shape: Shape) -> Layout:
+    """The layout in which each of `ranks` holds the full tensor."""
+    return _to_ranks(tuple(ranks), len(shape))
+
+
+@lru_cache(maxsize=1 << 10)
+def _to_ranks(ranks: tuple[int, ...], ndim: int) -> Layout:
+    return replicated(ranks, ndim)
+
+
+def staged(move: Move, target_dtype: str) -> list[Move]:
+    """`move` as one move per stage.
+
+    From a single rank to replicas each region leaves the source once; the replicas then double in
+    each further stage, in the dtype that the first one keeps.
+    """
+    return [
+        Move(move.index, move.dtype if stage == 0 else target_dtype, move.shape, source, target, stage > 0)
+        for stage, (source, target) in enumerate(_staged_layouts(move.source, move.target))
+    ]
+
+
+@lru_cache(maxsize=1 << 12)
+def _staged_layouts(source: Layout, target: Layout) -> tuple[tuple[Layout, Layout], ...]:
+    rows = list(target.replicas)
+    if len(source.mesh.ranks) > 1 or len(rows) == 1:
+        return ((source, target),)
+    root = source.mesh.ranks[0]
+    rows.sort(key=lambda ranks: root not in ranks)
+    pairs = [(source, target.over(rows[:1]))]
+    have = 1
+    while have < len(rows):
+        pairs.append((target.over(rows[:have]), target.over(rows[have : 2 * have])))
+        have *= 2
+    return tuple(pairs)
+
+
+def plan(moves: Sequence[tuple[Move, str]], me: int, limit: int) -> list[Stage]:
+    """Rank `me`'s stages for `moves`, each with the dtype that the target keeps.
+
+    `limit` is the number of payload bytes per message, the same on every rank.
+    All ranks must pass the moves that concern them in one common order.
+    """
+    stages: list[list[Move]] = []
+    for move, target_dtype in moves:
+        for depth, part in enumerate(staged(move, target_dtype)):
+            while len(stages) <= depth:
+                stages.append([])
+            stages[depth].append(part)
+    return [_plan_stage(tuple(stage), me, limit) for stage in stages]
+
+
+def _plan_stage(moves: tuple[Move, ...], me: int, limit: int) -> Stage:
+    local: list[Piece] = []
+    recvs: dict[int, list[Piece]] = {}
+    sends: dict[int, list[Piece]] = {}
+    for i, move in enumerate(moves):
+        for peer, box in incoming(move.shape, move.source, move.target, me):
+            (local if peer == me else recvs.setdefault(peer, [])).append(Piece(i, box, 0))
+        for peer, box in outgoing(move.shape, move.source, move.target, me):
+            sends.setdefault(peer, []).append(Piece(i, box, 0))
+    rounds: list[Round] = []
+    for pieces, side in ((sends, "sends"), (recvs, "recvs")):
+        for peer in sorted(pieces):
+            for n, message in enumerate(_messages(pieces[peer], moves, limit)):
+                while len(rounds) <= n:
+                    rounds.append(Round())
+                getattr(rounds[n], side)[peer] = message
+    return Stage(moves, tuple(local), tuple(rounds))
+
+
+def _messages(pieces: Sequence[Piece], moves: Sequence[Move], limit: int) -> Iterator[Message]:
+    """Cut the regions for one pair of ranks into messages of at most `limit` payload bytes."""
+    message, room = Message(), limit
+    for piece in pieces:
+        itemsize = DTYPES[moves[piece.move].dtype][0]
+        rest = list(_pieces(piece.box, max(1, limit // itemsize)))[::-1]
+        while rest:
+            box = rest.pop()
+            nbytes = box.size * itemsize
+            if nbytes > room:
+                fits, tail = _head(box, room // itemsize, DIRECT_BYTES // itemsize)
+                rest += [tail] if fits is None else [tail, fits]
+                if fits is None:
+                    yield message
+                    message, room = Message(), limit
+                continue
+            room -= nbytes
+            if nbytes >= DIRECT_BYTES:
+                message.direct.append(Piece(piece.move, box, 0))
+            else:
+                message.packed.append(Piece(piece.move, box, message.nbytes))
+                message.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if room < limit:
+        yield message
+
+
+def _pieces(box: Box, limit: int) -> Iterator[Box]:
+    """`box` as boxes of at most `limit` elements, in row-major order."""
+    if box.size <= limit:
+        yield box
+        return
+    d, unit = _longest_unit(box)
+    step = max(1, limit // unit)
+    for a in range(box.start[d], box.stop[d], step):
+        yield from _pieces(_range(box, d, a, min(a + step, box.stop[d])), limit)
+
+
+def _head(box: Box, room: int, least: int) -> tuple[Box | None, Box]:
+    """The first rows of `box` that fit into `room` elements, if they are at least `least`, and the rest."""
+    d, unit = _longest_unit(box)
+    rows = room // unit
+    if rows * unit < max(1, least):
+        return None, box
+    at = box.start[d] + rows
+    return _range(box, d, box.start[d], at), _range(box, d, at, box.stop[d])
+
+
+def _longest_unit(box: Box) -> tuple[int, int]:
+    """The first dimension longer than 1, and the elements of one slice of it."""
+    d = next(d for d, length in enumerate(box.shape) if length > 1)
+    return d, prod(box.shape[d + 1 :])
+
+
+def _range(box: Box, d: int, start: int, stop: int) -> Box:
+    return Box((*box.start[:d], start, *box.start[d + 1 :]), (*box.stop[:d], stop, *box.stop[d + 1 :]))

@@ -1,0 +1,215 @@
+"""What a value is, without its data: `TensorSpec`, `Entry`, and their wire form (JSON bytes, no pickle).
+
+A value is a tree of dicts, lists, tuples and scalars with tensors as leaves. `take_apart` splits it
+into a *skeleton* that JSON can carry and the tensors; `put_together` is its inverse. Python types
+survive: a tuple stays a tuple, an integer key an integer key, ``True`` is not ``1``. Plain tensors
+of at most one element (counters) are part of the skeleton, content and all.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite, prod
+from typing import Any
+
+from .errors import InvalidStateDictError, UnsupportedConfigurationError
+from .layout import Layout, Mesh, Shape
+
+DTYPES: dict[str, tuple[int, str]] = {
+    "bool": (1, "bool"),
+    **{f"{u}int{bits}": (bits // 8, "int") for u in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float8_{kind}": (1, "float") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")},
+    "float16": (2, "float"),
+    "bfloat16": (2, "float"),
+    "float32": (4, "float"),
+    "float64": (8, "float"),
+    "complex32": (4, "complex"),
+    "complex64": (8, "complex"),
+    "complex128": (16, "complex"),
+}
+"""Neutral dtype name -> (bytes per element, kind)."""
+
+
+def keeps_meaning(source: str, target: str) -> bool:
+    """Whether values of dtype `source` may be converted to `target`: never to bool, float to int, complex to real."""
+    if source == target:
+        return True
+    order = {"int": 0, "float": 1, "complex": 2}
+    a, b = DTYPES[source][1], DTYPES[target][1]
+    return b != "bool" and (a == "bool" or order[a] <= order[b])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a tensor is: neutral dtype name, global shape in elements, and layout (None: a plain tensor)."""
+
+    dtype: str
+    shape: Shape
+    layout: Layout | None = None
+    form: str = ""
+    """How a shard is kept: "" as the framework's sharded tensor, "local" as a plain tensor of the local shape."""
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.itemsize * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value without its data: skeleton plus the spec of each tensor leaf, in order of the skeleton."""
+
+    skeleton: Any
+    leaves: tuple[TensorSpec, ...] = ()
+
+
+LEAF: Any = {"t": 0}
+"""Skeleton of a value that is one tensor."""
+
+TakeLeaf = Callable[[Any], Any]
+
+
+def take_apart(value: Any, leaf: TakeLeaf) -> Any:
+    """The skeleton of `value`. `leaf` gets each non-plain object and returns its skeleton, or raises."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if isfinite(value) else {"f": struct.pack("<d", value).hex()}
+    if kind is list:
+        return [take_apart(item, leaf) for item in value]
+    if kind is tuple:
+        return {"(": [take_apart(item, leaf) for item in value]}
+    if kind is dict:
+        return {"{": [[take_apart(key, leaf), take_apart(item, leaf)] for key, item in value.items()]}
+    if kind is complex:
+        return {"c": struct.pack("<dd", value.real, value.imag).hex()}
+    if kind is bytes:
+        return {"b": base64.b85encode(value).decode()}
+    return leaf(value)
+
+
+def put_together(skeleton: Any, leaf: TakeLeaf) -> Any:
+    """The value of a skeleton. `leaf` gets each skeleton that `take_apart`'s own `leaf` made."""
+    if isinstance(skeleton, list):
+        return [put_together(item, leaf) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    (tag, inner), *rest = skeleton.items()
+    if rest:
+        raise InvalidStateDictError(f"malformed skeleton with the tags {sorted(skeleton)}")
+    if tag == "(":
+        return tuple(put_together(item, leaf) for item in inner)
+    if tag == "{":
+        return {put_together(key, leaf): put_together(item, leaf) for key, item in inner}
+    if tag == "f":
+        return struct.unpack("<d", bytes.fromhex(inner))[0]
+    if tag == "c":
+        return complex(*struct.unpack("<dd", bytes.fromhex(inner)))
+    if tag == "b":
+        return base64.b85decode(inner)
+    return leaf(skeleton)
+
+
+def refuse_leaf(value: Any) -> Any:
+    """A `leaf` for values that may hold no tensor and no foreign object."""
+    raise UnsupportedConfigurationError(f"a value of type {type(value).__module__}.{type(value).__qualname__}")
+
+
+Key = tuple[Any, ...]
+"""Name of a value on the wire: ("model", fqn), ("state", fqn, key), …"""
+
+
+def _pack_layout(layout: Layout, meshes: dict[Mesh, int]) -> list[Any]:
+    return [meshes.setdefault(layout.mesh, len(meshes)), [list(split) for split in layout.splits]]
+
+
+def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
+    """A JSON-able form of `entries`, equal for equal entries whatever their order of insertion."""
+    meshes: dict[Mesh, int] = {}
+    layouts: dict[Layout, list[Any]] = {}
+    rows = []
+    for name, key in sorted((json.dumps(take_apart(key, refuse_leaf)), key) for key in entries):
+        entry = entries[key]
+        leaves = []
+        for spec in entry.leaves:
+            packed = None
+            if spec.layout is not None:
+                packed = layouts.get(spec.layout) or layouts.setdefault(
+                    spec.layout, _pack_layout(spec.layout, meshes)
+                )
+            leaves.append([spec.dtype, list(spec.shape), packed, spec.form])
+        rows.append([name, entry.skeleton, leaves])
+    return {"meshes": [[list(mesh.shape), list(mesh.ranks)] for mesh in meshes], "rows": rows}
+
+
+def unpack_entries(packed: Mapping[str, Any]) -> dict[Key, Entry]:
+    """The inverse of `pack_entries`."""
+    meshes = [Mesh(tuple(shape), tuple(ranks)) for shape, ranks in packed["meshes"]]
+    layouts: dict[str, Layout] = {}
+
+    def layout_of(item: Any) -> Layout | None:
+        if item is None:
+            return None
+        name = str(item)
+        if name not in layouts:
+            layouts[name] = Layout(meshes[item[0]], tuple(tuple(split) for split in item[1]))
+        return layouts[name]
+
+    return {
+        put_together(json.loads(name), refuse_leaf): Entry(
+            skeleton, tuple(TensorSpec(dtype, tuple(shape), layout_of(lay), form) for dtype, shape, lay, form in leaves)
+        )
+        for name, skeleton, leaves in packed["rows"]
+    }
+
+
+def to_wire(value: Any) -> bytes:
+    """Canonical JSON bytes of a JSON-able value, compressed."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def from_wire(data: bytes) -> Any:
+    """The inverse of `to_wire`."""
+    return json.loads(zlib.decompress(data))
+
+
+def digest(data: bytes) -> str:
+    """A short name of `data`; equal for equal bytes."""
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def tiny(spec: TensorSpec) -> bool:
+    """Whether a tensor travels inside the skeleton: plain, and at most one element."""
+    return spec.layout is None and prod(spec.shape) == 1
+
+
+def tiny_skeleton(spec: TensorSpec, content: bytes) -> Any:
+    """Skeleton of a counter: dtype, shape and raw bytes."""
+    return {"T": [spec.dtype, list(spec.shape), content.hex()]}
+
+
+def leaf_paths(skeleton: Any) -> Sequence[int]:
+    """Indices of the tensor leaves in a skeleton, in order."""
+    if isinstance(skeleton, list):
+        return [i for item in skeleton for i in leaf_paths(item)]
+    if not isinstance(skeleton, dict):
+        return []
+    ((tag, inner),) = skeleton.items()
+    if tag == "t":
+        return [inner]
+    if tag == "(":
+        return leaf_paths(inner)
+    if tag == "{":
+        return [i for _, item in inner for i in leaf_paths(item)]
+    return []
