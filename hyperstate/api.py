@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .flatten import unflatten_optim_state_dict as _unflatten
-from .flows import Given, StateDict, get, names_of, put
+from .flows import Given, StateDict, get, names_of, prefixes_of, put
 from .setters import IncompatibleKeys
 
 
@@ -139,3 +139,15 @@ def unflatten_optim_state_dict(
     if unexpected:
         warnings.warn(f"keys that the model does not have were left out: {unexpected[:20]}", stacklevel=2)
     return nested
+
+
+__all__ = [
+    "get_model_state_dict",
+    "get_optim_state_dict",
+    "get_state_dict",
+    "prefixes_of",
+    "set_model_state_dict",
+    "set_optim_state_dict",
+    "set_state_dict",
+    "unflatten_optim_state_dict",
+]

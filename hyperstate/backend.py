@@ -157,7 +157,10 @@ class Model(Protocol):
         """The tensor whose memory a new value is written into; None if the value goes through `assign`."""
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Hand over values that have no memory to be written into: meta parameters, extra state, custom loaders."""
+        """Take over values that have no memory to be written into: meta parameters, extra state, custom loaders.
+
+        Called once per load of a model, after all writing in place, even with no values.
+        """
 
 
 @dataclass

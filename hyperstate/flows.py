@@ -250,3 +250,8 @@ def names_of(model: Any, optimizer: Any) -> tuple[set[str], list[list[str]] | No
         return known, None
     held = add_optimizer(backend, Held(Values(), {}), port, backend.optimizer(optimizer), None)
     return known, [fqns for fqns, _ in held.groups]
+
+
+def prefixes_of(model: Any, submodules: Iterable[Any]) -> Sequence[str]:
+    """FQN prefixes, each ending in a dot, of modules inside `model`."""
+    return choose(_first(model)).model(model).prefixes(submodules)

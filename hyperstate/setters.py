@@ -255,7 +255,7 @@ def _commit(
             state.setdefault(target.held.ids[key[1]], {})[key[2]] = value
         else:
             shared[key[1]] = value
-    if target.model is not None and handed:
+    if target.model is not None and any(key[0] == "model" for key in result.writes):
         target.model.assign(handed)
     if target.optimizer is not None and target.held.has_optimizer:
         cleared = [target.held.ids[fqn] for fqn in result.cleared]

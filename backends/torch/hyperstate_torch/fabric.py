@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -132,6 +132,7 @@ class Exchange:
 
     def __init__(self, fabric: TorchFabric, works: list[tuple[Any, str]], messages: list[Message]) -> None:
         self._fabric, self._works, self._messages = fabric, works, messages
+        self._on_device = any(buffer.device.type != "cpu" for _, buffer in messages)
 
     def wait(self, timeout: float) -> None:
         """See `hyperstate.backend.Pending`."""
@@ -140,7 +141,7 @@ class Exchange:
             work, peer = self._works[0]
             left = max(deadline - time.monotonic(), 0.001)
             try:
-                done = _wait(work, left)
+                done = work is None or _wait(work, left, self._on_device)
             except Exception as error:
                 self._fail(peer, f"{type(error).__name__}: {error}", error)
             if not done:
@@ -155,15 +156,122 @@ class Exchange:
         raise TransferError(f"rank {self._fabric.rank()} lost the connection to {peer}: {text}. {AGAIN}") from error
 
 
-def _wait(work: Any, seconds: float) -> bool:
+def _wait(work: Any, seconds: float, on_device: bool) -> bool:
     """Whether `work` is done. Raises what the fabric raises."""
-    if work is None:
-        return True
-    if not hasattr(work, "_get_duration") or "NCCL" not in type(work).__name__.upper():
-        return work.wait(timedelta(seconds=seconds)) is not False
-    return True
+    if on_device:
+        # A device fabric's wait() may only order streams; the host must know that the data came.
+        for pause in _pauses(seconds, 1):
+            if work.is_completed():
+                break
+            time.sleep(pause)
+        else:
+            return False
+    return work.wait(timedelta(seconds=seconds)) is not False
+
+
+def _pauses(seconds: float, world: int) -> Iterator[float]:
+    """Pauses between looks for something, growing with the time waited, until `seconds` have passed."""
+    start = time.monotonic()
+    longest = LONGEST_SLEEP_S + world / QUERIES_PER_S
+    while (waited := time.monotonic() - start) < seconds:
+        yield min(max(waited / 8, SHORTEST_SLEEP_S), longest, max(seconds - waited, 0.0))
 
 
 def _names(sends: Sequence[Message], recvs: Sequence[Message]) -> str:
     peers = sorted({peer for peer, _ in (*sends, *recvs)})
     return ("rank " if len(peers) == 1 else "ranks ") + ", ".join(map(str, peers))
+
+
+class TorchControl:
+    """The default store, under a prefix and over a connection of our own."""
+
+    def __init__(self, fabric: TorchFabric) -> None:
+        self._fabric = fabric
+        self._seen: Any = None
+        self._own: Any = None
+        self._alone: dict[str, Any] = {}
+        self._notes: dict[str, dict[str, Any]] = {}
+        self._note = ""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publish."""
+        self._ask(lambda store: store.set(key, value))
+
+    def get(self, key: str, timeout: float) -> bytes | None:
+        """The value, waiting up to `timeout` seconds for it; None if it does not come.
+
+        Asks again and again instead of `Store.wait`, which writes a warning to stderr for each wait that
+        ends without the key (c10d `TCPStore`, torch 2.13) and blocks every other user of the connection.
+        """
+        if self._ask(lambda store: store.check([key])):
+            return self._fetch(key)
+        for pause in _pauses(timeout, self._fabric.world()):
+            time.sleep(pause)
+            if self._ask(lambda store: store.check([key])):
+                return self._fetch(key)
+        return None
+
+    def _fetch(self, key: str) -> bytes | None:
+        try:
+            found: bytes = self._ask(lambda store: store.get(key))
+        except TransferError:
+            if self._ask(lambda store: store.check([key])):
+                raise
+            return None  # deleted in between
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Atomically add to a counter that starts at 0; returns the sum."""
+        return int(self._ask(lambda store: store.add(key, amount)))
+
+    def delete(self, key: str) -> None:
+        """Forget a key."""
+        self._ask(lambda store: store.delete_key(key))
+
+    def memory(self) -> dict[str, Any]:
+        """This rank's notes on the store that is in use."""
+        if default_group() is None:
+            return self._alone
+        self._store()
+        return self._notes[self._note]
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        try:
+            return question(self._store())
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {self._fabric.rank()} can't reach the job's key-value store ({error}); the process that keeps "
+                "it, most often rank 0, is gone"
+            ) from error
+
+    def _store(self) -> Any:
+        """Our view of the default store; a new one when the default group is a new one."""
+        if default_group() is None:
+            raise TransferError("there is no process group, so there is no key-value store")
+        c10d: Any = dist.distributed_c10d
+        base = c10d._get_default_store()
+        if base is not self._seen:
+            try:
+                own = base.clone()  # a connection of its own: a long wait on the user's does not hold up ours
+            except (AttributeError, RuntimeError):
+                own = base  # a kind of store that can't be cloned
+            self._own = c10d.PrefixStore("hyperstate", own)
+            self._note = self._recall(self._own)
+            self._seen = base
+        return self._own
+
+    def _recall(self, store: Any) -> str:
+        """The name of the notes that belong to the keys in `store`.
+
+        A group made again in the same process may find the old keys (torchrun's store outlives groups):
+        then numbering must go on. Or it may find a new store under the old address: then it must not.
+        """
+        key = f"notes/{self._fabric.rank()}"
+        if store.check([key]):
+            name = str(store.get(key).decode())
+            if name in self._notes:
+                return name
+        name = uuid.uuid4().hex
+        store.set(key, name)
+        self._notes[name] = {}
+        return name

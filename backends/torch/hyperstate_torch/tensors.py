@@ -26,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _TO_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _TO_NEUTRAL = {dtype: name for name, dtype in _TO_TORCH.items()}
 _ORDINARY = torch.Tensor.__torch_dispatch__
-"""What classes have that keep their elements in plain storage; tensor subclasses with a content of their own override it."""
+"""What classes have that keep their elements in plain storage; subclasses with a content of their own override it."""
 
 
 class TorchTensors:
@@ -37,7 +37,7 @@ class TorchTensors:
         self._meshes = dtensors.Meshes()
 
     def spec(self, value: Any) -> TensorSpec | None:
-        """See `hyperstate.backend.Tensors`. Sparse, nested, lazy and quantised tensors and opaque subclasses are refused."""
+        """See `hyperstate.backend.Tensors`. Refuses sparse, nested, lazy and quantised tensors and opaque subclasses."""
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             _check_storage(value)
@@ -196,7 +196,7 @@ class TorchTensors:
             if seen is None:
                 itemsize = DTYPES[dtype][0]
                 whole = buffer[: buffer.numel() // itemsize * itemsize].view(_torch_dtype(dtype))
-                seen = typed[dtype] = (whole, itemsize, whole.storage_offset())
+                seen = typed[dtype] = (whole, itemsize, int(whole.storage_offset()))
             whole, itemsize, start = seen
             found.append(whole.as_strided(shape, _stride(shape), start + offset // itemsize))
         return found
@@ -229,7 +229,7 @@ def _check_storage(value: torch.Tensor) -> None:
         )
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise UnsupportedConfigurationError(f"a tensor with the memory layout {kind!r}; only strided ones are supported")
+        raise UnsupportedConfigurationError(f"a tensor with the layout {kind!r} in memory; only strided ones are supported")
     raise UnsupportedConfigurationError(
         f"a tensor of the class {type(value).__module__}.{type(value).__qualname__}, whose elements are not in plain "
         "storage; convert it to an ordinary tensor first"

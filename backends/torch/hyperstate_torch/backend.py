@@ -1,0 +1,65 @@
+"""The PyTorch backend: its parts, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hyperstate.errors import OptionTypeError
+
+from . import dtensors
+from .fabric import TorchControl, TorchFabric
+from .model import TorchModel
+from .optimizer import TorchOptimizer, is_optimizer
+from .tensors import TorchTensors
+
+
+class TorchBackend:
+    """PyTorch on CPU, CUDA and Ascend NPU."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self.fabric = TorchFabric()
+        self.control = TorchControl(self.fabric)
+        self.tensors = TorchTensors(self.fabric)
+
+    def owns(self, value: Any) -> bool:
+        """Whether `value` is a model, an optimizer or a tensor of PyTorch, or a list of such."""
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
+            return True
+        if isinstance(value, (list, tuple)):
+            return any(map(self.owns, value))
+        if dtensors.is_sharded(value):
+            return isinstance(getattr(value, "_local_tensor", None), torch.Tensor)
+        return is_optimizer(value) and any(
+            isinstance(param, torch.Tensor) for group in value.param_groups for param in group["params"]
+        )
+
+    def model(self, model: Any) -> TorchModel:
+        """Describe a module or a sequence of modules; runs state-dict hooks."""
+        if not isinstance(model, torch.nn.Module):
+            model = list(model)
+            for part in model:
+                if not isinstance(part, torch.nn.Module):
+                    raise OptionTypeError(f"a part of the model is a {type(part).__qualname__}, not an nn.Module")
+        return TorchModel(model, self.tensors)
+
+    def optimizer(self, optimizer: Any) -> TorchOptimizer:
+        """Describe an optimizer or a sequence of them; runs state-dict hooks."""
+        return TorchOptimizer(optimizer, self.tensors)
+
+    def ranks_of(self, value: Any) -> tuple[int, ...]:
+        """Global ranks of a sequence of numbers, a mesh of any kind, or a process group."""
+        if dist.is_available() and isinstance(value, dist.ProcessGroup):
+            return tuple(dist.get_process_group_ranks(value))
+        if hasattr(value, "mesh_dim_names"):
+            return tuple(self.tensors.mesh(value).ranks)
+        try:
+            return tuple(int(rank) for rank in value)
+        except (TypeError, ValueError) as error:
+            raise OptionTypeError(
+                f"ranks= must be a sequence of ranks, a device mesh or a process group, not {value!r}"
+            ) from error
