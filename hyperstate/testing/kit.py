@@ -2,12 +2,14 @@
 
 A kit makes small deterministic models and optimizers of its framework on the calling rank, and reads
 values back as plain bytes, so that the cases compare across frameworks. A kit module may also define
-``run_here(ranks, path, function, timeout, lost, arguments)`` if its ranks are threads, not processes.
+``run_here(ranks, path, function, timeout, lost, arguments)`` if its ranks are threads, not processes, and
+``GAPS``, a dict from the id of a case (``loads.a_plain_model``) to the reason why this backend fails it: such
+a case must fail (``xfail``, strict), so that the day on which it passes is seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 
@@ -27,7 +29,7 @@ class Kit(Protocol):
     world: int
 
     def mesh(self, shape: Sequence[int], names: Sequence[str]) -> Any:
-        """A mesh over all ranks, row-major, that ``mesh[name]`` slices."""
+        """A mesh over all ranks, row-major, that ``mesh[name]`` slices. All ranks must call this, in one order."""
 
     def model(self, seed: int = 0, sizes: Sequence[int] = (5, 7, 3)) -> Any:
         """A plain multilayer perceptron: ``layers.0.weight`` of shape (7, 5), ``layers.0.bias`` (7,), ``layers.1…``.
@@ -43,10 +45,39 @@ class Kit(Protocol):
         """A sharded tensor of `full` (a plain tensor, equal on all ranks). Placements: "R", "S0", "S1", …"""
 
     def with_parameters(self, values: dict[str, Any]) -> Any:
-        """A model whose parameters are exactly these tensors (plain or sharded), by FQN (dots nest)."""
+        """A model whose parameters are exactly these tensors (plain or sharded), by FQN (dots nest).
 
-    def optimizer(self, model: Any, kind: str = "adam", lr: float = 0.01) -> Any:
-        """"adam", "sgd" (no state), "momentum", or "local" (Adam-like state as plain local tensors, float32)."""
+        One tensor object under two names makes a tied parameter. Integer and bool tensors need no gradient.
+        """
+
+    def add_buffer(self, model: Any, name: str, value: Any, persistent: bool = True) -> None:
+        """Register a buffer on the model itself; one that is not persistent is not part of its state dict."""
+
+    def freeze(self, model: Any, fqn: str) -> None:
+        """Make a parameter need no gradient."""
+
+    def named(self, model: Any) -> Mapping[str, Any]:
+        """All live parameters (under every name) and buffers (persistent or not) by FQN: the very objects."""
+
+    def optimizer(
+        self,
+        model: Any,
+        kind: str = "adam",
+        lr: float = 0.01,
+        groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]] | None = None,
+    ) -> Any:
+        """"adam"; "sgd" (no state); "momentum"; "local": Adam with the plain float32 tensors ``m`` and ``v`` of the
+        local shard's shape and an int ``step``; "custom": descent that keeps whatever a case puts into `state`,
+        in a new class at each call, so that ``register_state_layout`` of one case does not reach another.
+
+        `groups` are (FQNs, further fields) per param group, in order; by default all parameters form one.
+        """
+
+    def state(self, optimizer: Any, parameter: Any) -> MutableMapping[Any, Any]:
+        """The live state of a parameter, empty if it has none; what is written into it becomes its state."""
+
+    def groups(self, optimizer: Any) -> list[dict[str, Any]]:
+        """The live param groups; ``params`` holds the parameters."""
 
     def train(self, model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
         """Some steps on data that depend on the step number alone; every rank sees the same data."""
@@ -60,6 +91,9 @@ class Kit(Protocol):
     def content(self, value: Any) -> Content:
         """A plain tensor, or the local part of a sharded one."""
 
+    def is_tensor(self, value: Any) -> bool:
+        """Whether a value is the framework's tensor, plain or sharded."""
+
     def is_sharded(self, value: Any) -> bool:
         """Whether a value is the framework's sharded tensor."""
 
@@ -69,5 +103,5 @@ class Kit(Protocol):
     def traffic(self, reset: bool = False) -> dict[str, int]:
         """Counts of this rank since the last reset: exchanges, messages, bytes_sent, bytes_received."""
 
-    def die(self) -> None:
-        """End this rank at once, without a word to the others."""
+    def die(self, exchange: int = 0) -> None:
+        """End this rank without a word to the others: at once, or at the start of its `exchange`-th exchange from now."""

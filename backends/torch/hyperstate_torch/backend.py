@@ -38,13 +38,14 @@ class TorchBackend:
             isinstance(param, torch.Tensor) for group in value.param_groups for param in group["params"]
         )
 
-    def model(self, model: Any) -> TorchModel:
-        """Describe a module or a sequence of modules; runs state-dict hooks."""
+    def model(self, model: Any, device: Any = None) -> TorchModel:
+        """Describe a module or a sequence of modules; runs state-dict hooks. `device` is for plain meta parameters."""
         if not isinstance(model, torch.nn.Module):
             model = list(model)
             for part in model:
                 if not isinstance(part, torch.nn.Module):
                     raise OptionTypeError(f"a part of the model is a {type(part).__qualname__}, not an nn.Module")
+        self.tensors.meta_place = None if device is None else (self.tensors.place_named(device),)
         return TorchModel(model, self.tensors)
 
     def optimizer(self, optimizer: Any) -> TorchOptimizer:

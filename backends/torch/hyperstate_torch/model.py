@@ -334,8 +334,8 @@ def _origin(hook: Any) -> str:
 
 
 def _patched(method: Any) -> bool:
-    """Whether a method was put on the object by ``torch.distributed.checkpoint.state_dict._patch_model_state_dict``."""
-    return _origin(method) == "torch.distributed.checkpoint.state_dict"
+    """Whether a method was put on the object by ``_patch_model_state_dict``, PyTorch's or hyperstate's: it leads here."""
+    return _origin(method) in ("torch.distributed.checkpoint.state_dict", "hyperstate.compat.dcp")
 
 
 def _method(module: torch.nn.Module, name: str) -> Any:

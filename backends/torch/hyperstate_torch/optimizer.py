@@ -10,6 +10,7 @@ import torch
 from hyperstate.backend import ParamGroup, ParamId
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
 
+from . import dtensors
 from .rules import counters_on_device, known_layouts
 from .tensors import Place, TorchTensors
 
@@ -235,6 +236,9 @@ class TorchOptimizer:
             for key, value in shared.items():
                 optimizer.state[key] = self._merged(optimizer.state.get(key), value, pairs)
         self._tensors.copy(pairs)
+        if any(_is_number(value) for param in state for value in optimizer.state[self.param(param)].values()):
+            # Checkpoints older than torch 1.12 keep counters as numbers; the class knows which it wants as tensors.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def _replace(self, slots: MutableMapping[Any, Any], values: Mapping[Any, Any], pairs: list[Any]) -> None:
         """Make `slots` hold `values` and nothing else."""
@@ -244,7 +248,12 @@ class TorchOptimizer:
 
     def _merged(self, old: Any, value: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """What to keep under a key: the tensor that is there, if `value` fits into it (copied later), or `value`."""
-        if old is value or not isinstance(value, torch.Tensor) or not isinstance(old, torch.Tensor):
+        if old is value or not isinstance(old, torch.Tensor):
+            return value
+        if _is_number(value) and old.numel() == 1 and not dtensors.is_sharded(old):
+            pairs.append((old, torch.full_like(old, value)))
+            return old
+        if not isinstance(value, torch.Tensor):
             return value
         spec = self._tensors.spec(value)
         if spec is None or not self._tensors.same_storage_form(old, spec, self._tensors.place(value)):
@@ -269,6 +278,8 @@ class TorchOptimizer:
                 return old
         elif isinstance(value, torch.Tensor) and isinstance(old, (int, float)) and value.numel() == 1:
             return float(value.item()) if isinstance(old, float) else value.item()
+        elif type(value) in (tuple, list) and isinstance(old, (tuple, list)) and len(value) == len(old):
+            return type(value)(self._field(was, item) for was, item in zip(old, value, strict=True))
         return _copied(value)
 
     def _whole(
@@ -324,6 +335,10 @@ class TorchOptimizer:
                     value = slots
                 state[key] = value
             optimizer.state = state
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _place(slot: Slot) -> str:

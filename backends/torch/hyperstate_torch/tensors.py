@@ -35,6 +35,8 @@ class TorchTensors:
     def __init__(self, fabric: TorchFabric) -> None:
         self._fabric = fabric
         self._meshes = dtensors.Meshes()
+        self.meta_place: tuple[Place] | None = None
+        """Where plain meta tensors are to live in the call under way, if its ``device=`` tells."""
 
     def spec(self, value: Any) -> TensorSpec | None:
         """See `hyperstate.backend.Tensors`. Refuses sparse, nested, lazy and quantised tensors and opaque subclasses."""
@@ -75,10 +77,12 @@ class TorchTensors:
         return found if type(found) is torch.Tensor and not found.requires_grad else found.detach()
 
     def place(self, value: Any) -> Place:
-        """The device of `value`, None for the host; of a sharded meta tensor, the device of its mesh."""
+        """The device of `value`, None for the host; of a meta tensor, its mesh's device or the call's ``device=``."""
         device = self._storage(value).device
         if device.type == "meta":
             if not dtensors.is_sharded(value):
+                if self.meta_place is not None:
+                    return self.meta_place[0]
                 raise UnsupportedConfigurationError(
                     "a meta tensor without a mesh does not tell where it is to live; pass device="
                 )
