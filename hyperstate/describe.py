@@ -7,11 +7,22 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from .backend import Tensor, Tensors
 from .errors import UnsupportedConfigurationError
-from .schema import LEAF, Entry, Key, TensorSpec, put_together, take_apart, tiny, tiny_skeleton
+from .schema import (
+    LEAF,
+    Entry,
+    Key,
+    TensorSpec,
+    counter_of,
+    put_together,
+    take_apart,
+    tensor_entry,
+    tiny,
+    tiny_skeleton,
+)
 
 Read = Callable[[Key, TensorSpec], TensorSpec]
 """Completes the spec of a tensor leaf of the value under a key (`statelayout.read_state`)."""
@@ -39,7 +50,7 @@ def describe(
     Errors name the key.
     """
     result = Values()
-    counters: list[tuple[Any, TensorSpec, Tensor]] = []
+    pending: list[_Pending] = []
     for key, value in values.items():
         leaves: list[Tensor] = []
         specs: list[TensorSpec] = []
@@ -51,10 +62,9 @@ def describe(
             if read is not None:
                 spec = read(key, spec)
             if (tiny(spec) or (inline and spec.layout is None)) and not spec.form and not tensors.is_meta(item):
-                skeleton: dict[str, Any] = {"T": None}
-                counters.append((skeleton, spec, item))
+                pending.append(_Pending({}, spec, item))
                 result.counters.setdefault(key, []).append(item)
-                return skeleton
+                return pending[-1].skeleton
             leaves.append(item)
             specs.append(spec)
             return LEAF if len(leaves) == 1 else {"t": len(leaves) - 1}
@@ -63,12 +73,20 @@ def describe(
             skeleton = take_apart(value, leaf)
         except UnsupportedConfigurationError as error:
             raise UnsupportedConfigurationError(f"{show(key)}: {error}") from error
-        result.entries[key] = Entry(skeleton, tuple(specs))
+        result.entries[key] = tensor_entry(specs[0]) if skeleton is LEAF else Entry(skeleton, tuple(specs))
         result.tensors[key] = leaves
-    contents = tensors.raw([tensors.local(item) for _, _, item in counters])
-    for (skeleton, spec, _), content in zip(counters, contents, strict=True):
-        skeleton.update(tiny_skeleton(spec, content))
+    contents = tensors.raw([tensors.local(one.tensor) for one in pending])
+    for one, content in zip(pending, contents, strict=True):
+        one.skeleton.update(tiny_skeleton(one.spec, content))
     return result
+
+
+class _Pending(NamedTuple):
+    """A counter whose content is read later, with all others."""
+
+    skeleton: dict[str, Any]
+    spec: TensorSpec
+    tensor: Tensor
 
 
 def _object(item: Any, carry: bool) -> Any:
@@ -80,12 +98,6 @@ def _object(item: Any, carry: bool) -> Any:
         raise UnsupportedConfigurationError(f"an object of type {type(item).__qualname__}: {error}") from error
 
 
-def counter_spec(skeleton: Any) -> tuple[TensorSpec, bytes]:
-    """Spec and bytes of a tensor that travels in its skeleton."""
-    dtype, shape, content = skeleton["T"]
-    return TensorSpec(dtype, tuple(shape)), bytes.fromhex(content)
-
-
 def rebuild(
     skeleton: Any, leaf: Callable[[int], Any], counter: Callable[[TensorSpec, bytes], Any]
 ) -> Any:
@@ -95,7 +107,7 @@ def rebuild(
         if "t" in item:
             return leaf(item["t"])
         if "T" in item:
-            return counter(*counter_spec(item))
+            return counter(*counter_of(item))
         if "P" in item:
             return pickle.loads(base64.b85decode(item["P"]))  # from a rank of this job, never from a file
         raise UnsupportedConfigurationError(f"a value of type {item.get('?')} can't be carried to another rank")
@@ -123,12 +135,3 @@ def is_opaque(skeleton: Any) -> bool:
         return False
     ((tag, inner),) = skeleton.items()
     return tag == "?" or (tag in "({" and is_opaque(inner))
-
-
-def tensor_spec(entry: Entry) -> TensorSpec | None:
-    """The spec of a value that is one tensor, counters included; None for any other value."""
-    if entry.skeleton == LEAF:
-        return entry.leaves[0]
-    if isinstance(entry.skeleton, dict) and "T" in entry.skeleton:
-        return counter_spec(entry.skeleton)[0]
-    return None

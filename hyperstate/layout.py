@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from operator import sub
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -24,7 +25,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -33,10 +34,7 @@ class Box(NamedTuple):
 
     def within(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must contain it."""
-        return Box(
-            tuple(a - o for a, o in zip(self.start, other.start, strict=True)),
-            tuple(b - o for b, o in zip(self.stop, other.start, strict=True)),
-        )
+        return Box(tuple(map(sub, self.start, other.start)), tuple(map(sub, self.stop, other.start)))
 
 
 def whole(shape: Shape) -> Box:

@@ -38,7 +38,8 @@ def merge(classes: Classes) -> Variants:
     found: Variants = {}
     for ranks, packed in classes:
         for key, entry in unpack_entries(packed).items():
-            found[key] = _add(found.get(key, []), Variant(entry, ranks))
+            before = found.get(key)
+            found[key] = [Variant(entry, ranks)] if before is None else _add(before, Variant(entry, ranks))
     return {key: settle(same) for key, same in found.items()} if len(classes) > 1 else found
 
 

@@ -79,13 +79,19 @@ class Stage:
     rounds: tuple[Round, ...]
 
 
-def _choose(holders: tuple[int, ...], target: int) -> int:
-    """Which of `holders` serves `target`: itself, else the nearest rank (most often the same machine)."""
-    return min(holders, key=lambda rank: (abs(rank - target), rank))
+def _choose(holders: tuple[int, ...], target: Layout, rank: int, forward: bool) -> int:
+    """Which of `holders` serves `rank`: itself, else the nearest rank (most often the same machine).
+
+    In a forwarding stage, replica group i of the target is served by group i of the source, so that no
+    rank sends more than once. (By nearness the last group would serve all.)
+    """
+    if forward:
+        return holders[target.mesh._places[rank][0]]
+    return min(holders, key=lambda holder: (abs(holder - rank), holder))
 
 
 @lru_cache(maxsize=1 << 14)
-def incoming(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Copy, ...]:
+def incoming(shape: Shape, source: Layout, target: Layout, me: int, forward: bool = False) -> tuple[Copy, ...]:
     """The regions that rank `me` needs, each with the rank that has it (perhaps `me`)."""
     mine = target.box(shape, me)
     if mine is None or not mine.size:
@@ -94,12 +100,12 @@ def incoming(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Cop
     for box, holders in source.shards(shape):
         common = intersect(box, mine)
         if common is not None:
-            copies.append(Copy(_choose(holders, me), common))
+            copies.append(Copy(_choose(holders, target, me, forward), common))
     return tuple(copies)
 
 
 @lru_cache(maxsize=1 << 14)
-def outgoing(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Copy, ...]:
+def outgoing(shape: Shape, source: Layout, target: Layout, me: int, forward: bool = False) -> tuple[Copy, ...]:
     """The regions that rank `me` sends to others, each with its receiver."""
     mine = source.box(shape, me)
     if mine is None or not mine.size:
@@ -109,7 +115,7 @@ def outgoing(shape: Shape, source: Layout, target: Layout, me: int) -> tuple[Cop
     for rank in target.mesh.ranks:
         box = target.box(shape, rank)
         common = intersect(mine, box) if box is not None else None
-        if common is not None and rank != me and _choose(holders, rank) == me:
+        if common is not None and rank != me and _choose(holders, target, rank, forward) == me:
             copies.append(Copy(rank, common))
     return tuple(copies)
 
@@ -171,9 +177,9 @@ def _plan_stage(moves: tuple[Move, ...], me: int, limit: int) -> Stage:
     recvs: dict[int, list[Piece]] = {}
     sends: dict[int, list[Piece]] = {}
     for i, move in enumerate(moves):
-        for peer, box in incoming(move.shape, move.source, move.target, me):
+        for peer, box in incoming(move.shape, move.source, move.target, me, move.forward):
             (local if peer == me else recvs.setdefault(peer, [])).append(Piece(i, box, 0))
-        for peer, box in outgoing(move.shape, move.source, move.target, me):
+        for peer, box in outgoing(move.shape, move.source, move.target, me, move.forward):
             sends.setdefault(peer, []).append(Piece(i, box, 0))
     rounds: list[Round] = []
     for pieces, side in ((sends, "sends"), (recvs, "recvs")):
@@ -224,9 +230,12 @@ def _pieces(box: Box, limit: int) -> Iterator[Box]:
 
 def _head(box: Box, room: int, least: int) -> tuple[Box | None, Box]:
     """The first rows of `box` that fit into `room` elements, if they are at least `least`, and the rest."""
+    least = max(1, least)
+    if room < least:  # the only answer for a box of one element, which can't be cut
+        return None, box
     d, unit = _longest_unit(box)
     rows = room // unit
-    if rows * unit < max(1, least):
+    if rows * unit < least:
         return None, box
     at = box.start[d] + rows
     return _range(box, d, box.start[d], at), _range(box, d, at, box.stop[d])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .agree import Classes
-from .describe import show, tensor_spec
+from .describe import show
 from .errors import Fault
 from .layout import Layout
 from .merge import Variant, Variants, brief, check_present, merge
@@ -176,17 +176,17 @@ class Resolver:
         entry = self._served(key, target, chosen)
         if entry is None:
             return
-        want = tensor_spec(target.entry)
+        want = target.entry.single
         if want is None:  # extra state: any value will do
             self._deliver(key, target, chosen, entry, _plain(entry))
             return
         for variant in chosen:
             self._check_tensor(key, variant, want)
-        if tensor_spec(entry) is not None:
+        if entry.single is not None:
             self._deliver(key, target, chosen, entry, (want,))
 
     def _check_tensor(self, key: Key, source: Variant, want: TensorSpec) -> None:
-        have, rank = tensor_spec(source.entry), source.ranks[0]
+        have, rank = source.entry.single, source.ranks[0]
         if have is None:
             self._fault(rank, f"{show(key)}: {_brief(source.entry)} was passed for a tensor {brief(want)}")
         elif have.shape != want.shape:
@@ -227,8 +227,8 @@ class Resolver:
     ) -> tuple[TensorSpec, ...] | None:
         """Where the tensors of one state value go; None after noting a fault."""
         kept = next((v.entry for v in self.targets.get(key, []) if set(v.ranks) & set(target.ranks)), None)
-        old = tensor_spec(kept) if kept is not None else None
-        have = tensor_spec(entry)
+        old = kept.single if kept is not None else None
+        have = entry.single
         if have is None:
             specs = tuple(self._fresh(key, chosen, spec, param) for spec in entry.leaves)
         elif old is not None and not (old.form in (OPAQUE, AMBIGUOUS) and not self.mode.full):
@@ -320,10 +320,10 @@ class Resolver:
 
 def _plain(entry: Entry) -> tuple[TensorSpec, ...]:
     """Every tensor of a value, whole on each rank."""
-    single = tensor_spec(entry)
+    single = entry.single
     return tuple(TensorSpec(s.dtype, s.shape) for s in (entry.leaves if single is None else (single,)))
 
 
 def _brief(entry: Entry) -> str:
-    spec = tensor_spec(entry)
+    spec = entry.single
     return brief(spec) if spec is not None else f"a value {str(entry.skeleton)[:60]}"

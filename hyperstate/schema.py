@@ -14,12 +14,15 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import isfinite, prod
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import InvalidStateDictError, UnsupportedConfigurationError
 from .layout import Layout, Mesh, Shape
+
+K = TypeVar("K")
 
 DTYPES: dict[str, tuple[int, str]] = {
     "bool": (1, "bool"),
@@ -65,16 +68,51 @@ class TensorSpec:
         return self.itemsize * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+LEAF: Any = {"t": 0}
+"""Skeleton of a value that is one tensor."""
+
+
+@dataclass(frozen=True, eq=False)
 class Entry:
-    """A value without its data: skeleton plus the spec of each tensor leaf, in order of the skeleton."""
+    """A value without its data: skeleton plus the spec of each tensor leaf, in order of the skeleton.
+
+    Entries of ``True``, ``1`` and ``1.0`` differ.
+    """
 
     skeleton: Any
     leaves: tuple[TensorSpec, ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Entry) and self.kind == other.kind)
 
-LEAF: Any = {"t": 0}
-"""Skeleton of a value that is one tensor."""
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What equal entries have in common, hashable."""
+        return self.leaves if self.skeleton == LEAF else (json.dumps(self.skeleton), *self.leaves)
+
+    @cached_property
+    def single(self) -> TensorSpec | None:
+        """The spec of a value that is one tensor, counters included; None for any other value."""
+        if self.skeleton == LEAF:
+            return self.leaves[0]
+        if isinstance(self.skeleton, dict) and "T" in self.skeleton:
+            return counter_of(self.skeleton)[0]
+        return None
+
+
+@lru_cache(maxsize=1 << 14)
+def tensor_entry(spec: TensorSpec) -> Entry:
+    """The entry of a value that is one tensor of `spec`."""
+    return Entry(LEAF, (spec,))
+
+
+def counter_of(skeleton: Any) -> tuple[TensorSpec, bytes]:
+    """Spec and bytes of a tensor that travels in its skeleton."""
+    dtype, shape, content = skeleton["T"]
+    return TensorSpec(dtype, tuple(shape)), bytes.fromhex(content)
 
 TakeLeaf = Callable[[Any], Any]
 
@@ -130,47 +168,65 @@ Key = tuple[Any, ...]
 """Name of a value on the wire: ("model", fqn), ("state", fqn, key), …"""
 
 
-def _pack_layout(layout: Layout, meshes: dict[Mesh, int]) -> list[Any]:
-    return [meshes.setdefault(layout.mesh, len(meshes)), [list(split) for split in layout.splits]]
-
-
 def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
-    """A JSON-able form of `entries`, equal for equal entries whatever their order of insertion."""
-    meshes: dict[Mesh, int] = {}
-    layouts: dict[Layout, list[Any]] = {}
+    """A JSON-able form of `entries`, equal for equal entries whatever their order of insertion.
+
+    Rows are ``[kind, *key]``; kinds, specs, layouts and meshes stand in tables, for most entries share them.
+    """
+    meshes, layouts, specs, kinds = _Table[Mesh](), _Table[Layout](), _Table[TensorSpec](), _Table[tuple[Any, ...]]()
     rows = []
-    for name, key in sorted((json.dumps(take_apart(key, refuse_leaf)), key) for key in entries):
+    for key in sorted(entries, key=_order):
         entry = entries[key]
-        leaves = []
         for spec in entry.leaves:
-            packed = None
-            if spec.layout is not None:
-                packed = layouts.get(spec.layout) or layouts.setdefault(
-                    spec.layout, _pack_layout(spec.layout, meshes)
-                )
-            leaves.append([spec.dtype, list(spec.shape), packed, spec.form])
-        rows.append([name, entry.skeleton, leaves])
-    return {"meshes": [[list(mesh.shape), list(mesh.ranks)] for mesh in meshes], "rows": rows}
+            specs.add(spec)
+        kind = kinds.add(entry.kind, [entry.skeleton, [specs[spec] for spec in entry.leaves]])
+        rows.append([kind, *(part if type(part) is str else take_apart((part,), refuse_leaf) for part in key)])
+    packed_specs = [
+        [spec.dtype, list(spec.shape), None if spec.layout is None else layouts.add(spec.layout), spec.form]
+        for spec in specs
+    ]
+    packed_layouts = [[meshes.add(layout.mesh), [list(split) for split in layout.splits]] for layout in layouts]
+    return {
+        "meshes": [[list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
+        "layouts": packed_layouts,
+        "specs": packed_specs,
+        "kinds": list(kinds.packed),
+        "rows": rows,
+    }
+
+
+class _Table(dict[K, int]):
+    """Distinct things, numbered as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: list[Any] = []
+
+    def add(self, thing: K, packed: Any = None) -> int:
+        number = self.get(thing)
+        if number is None:
+            number = self[thing] = len(self)
+            self.packed.append(packed)
+        return number
+
+
+def _order(key: Key) -> Key:
+    """Sorts keys whose parts are of any type."""
+    return tuple([part if type(part) is str else "\0" + repr(part) for part in key])
 
 
 def unpack_entries(packed: Mapping[str, Any]) -> dict[Key, Entry]:
-    """The inverse of `pack_entries`."""
+    """The inverse of `pack_entries`. Equal specs and entries are the same objects."""
     meshes = [Mesh(tuple(shape), tuple(ranks)) for shape, ranks in packed["meshes"]]
-    layouts: dict[str, Layout] = {}
-
-    def layout_of(item: Any) -> Layout | None:
-        if item is None:
-            return None
-        name = str(item)
-        if name not in layouts:
-            layouts[name] = Layout(meshes[item[0]], tuple(tuple(split) for split in item[1]))
-        return layouts[name]
-
+    layouts = [Layout(meshes[mesh], tuple(map(tuple, splits))) for mesh, splits in packed["layouts"]]
+    specs = [
+        TensorSpec(dtype, tuple(shape), None if layout is None else layouts[layout], form)
+        for dtype, shape, layout, form in packed["specs"]
+    ]
+    kinds = [Entry(skeleton, tuple([specs[i] for i in leaves])) for skeleton, leaves in packed["kinds"]]
     return {
-        put_together(json.loads(name), refuse_leaf): Entry(
-            skeleton, tuple(TensorSpec(dtype, tuple(shape), layout_of(lay), form) for dtype, shape, lay, form in leaves)
-        )
-        for name, skeleton, leaves in packed["rows"]
+        tuple([part if type(part) is str else put_together(part, refuse_leaf)[0] for part in parts]): kinds[kind]
+        for kind, *parts in packed["rows"]
     }
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from .agree import Call, Classes
 from .backend import Backend, Local, Model, Optimizer, ParamId, Place
 from .collect import Held
-from .describe import Values, counter_spec, describe, rebuild, show, tensor_spec
+from .describe import Values, describe, rebuild, show
 from .errors import Fault, InvalidStateDictError, fault_of
 from .fields import new_fields
 from .layout import Box, whole
 from .plan import Move, plan
 from .resolve import Mode, Resolution, Resolver, Write
-from .schema import LEAF, Entry, Key, TensorSpec, pack_entries
+from .schema import LEAF, Entry, Key, TensorSpec, counter_of, pack_entries
 from .sourcing import Source
 from .statelayout import LOCAL
 from .transfer import message_limit, run
@@ -111,7 +111,7 @@ def _target_part(target: Target) -> dict[str, Any]:
 
 def _without_content(entry: Entry) -> Entry:
     """An entry whose counters show dtype and shape alone: targets are replaced, so their values don't matter."""
-    spec = tensor_spec(entry)
+    spec = entry.single
     if spec is None or entry.skeleton == LEAF:
         return entry
     return Entry({"T": [spec.dtype, list(spec.shape), ""]})
@@ -149,14 +149,14 @@ def _prepare(backend: Backend, target: Target, result: Resolution) -> _Prepared:
     prepared = _Prepared()
     me = backend.fabric.rank()
     for key, write in result.writes.items():
-        single = tensor_spec(write.source)
+        single = write.source.single
         for i, spec in enumerate(write.targets):
             slot = _slot(backend, target, key, spec, single is not None, me)
             if slot is None:
                 continue
             prepared.slots[key, i] = slot
             if single is not None and write.source.skeleton != LEAF:
-                have, data = counter_spec(write.source.skeleton)
+                have, data = counter_of(write.source.skeleton)
                 value = backend.tensors.from_raw(data, have, None)
                 if slot.box.size:
                     prepared.copies.append((slot.local, backend.tensors.view(value, slot.box)))
@@ -180,7 +180,7 @@ def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, single: 
     old = target.held.live.get(key)
     kept = target.held.values.entries.get(key)
     if single and kept is not None and tensors.spec(old) is not None:
-        was = tensor_spec(kept)
+        was = kept.single
         if was is not None and (was == spec or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
             return _Slot(tensors.local(old), box, spec, old)
     return _Slot(tensors.empty(box.shape, spec.dtype, _fresh_place(backend, target, key, spec)), box, spec)
@@ -280,7 +280,7 @@ def _value(backend: Backend, target: Target, key: Key, write: Write, prepared: _
         like = target.held.parameters[key[1]] if key[0] == "state" else target.held.live[key]
         return backend.tensors.wrap(slot.local, replace(slot.spec, form=""), like)
 
-    if tensor_spec(write.source) is not None:
+    if write.source.single is not None:
         return leaf(0)
 
     def counter(spec: TensorSpec, data: bytes) -> Any:

@@ -1,0 +1,221 @@
+"""The toy framework's sharded tensors: meshes, placements, `DTensor`, `fully_shard`. In PyTorch's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hyperstate.errors import UnsupportedConfigurationError
+from hyperstate.layout import Box, Layout, Mesh, splits_of
+
+from . import job
+from .arrays import CPU, Tensor, empty
+from .dtypes import Array
+
+if TYPE_CHECKING:
+    from .modules import Module
+
+
+class Placement:
+    """What one mesh dimension does to a tensor."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether it splits tensor dimension `dim` (any, if None)."""
+        return isinstance(self, Shard) and (dim is None or dim == self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether all its ranks hold the same."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self) -> bool:
+        """Whether its ranks hold addends, not values."""
+        return isinstance(self, Partial)
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Every rank holds the same."""
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """The value is the sum over the ranks."""
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """Tensor dimension `dim` is cut into chunks, as `hyperstate.layout.chunk` does; the last may be smaller or empty."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class StridedShard(Shard):
+    """A shard of a dimension that later mesh dimensions, of `split_factor` ranks together, have split before."""
+
+    split_factor: int = 1
+
+
+class DeviceMesh:
+    """A grid of global ranks. `mesh[name]` is the slice through the calling rank along some mesh dimensions."""
+
+    def __init__(
+        self, ranks: Any, names: Sequence[str] | None = None, device_type: str = CPU, root: DeviceMesh | None = None
+    ) -> None:
+        self.mesh: Array = np.asarray(ranks, dtype=np.int64)
+        self.mesh_dim_names = tuple(names) if names is not None else None
+        if self.mesh_dim_names is not None and len(self.mesh_dim_names) != self.mesh.ndim:
+            raise ValueError(f"{self.mesh.ndim} mesh dimensions were given the names {self.mesh_dim_names}")
+        self.device_type = device_type
+        self.root_mesh = self if root is None else root
+        self._layouts: dict[Any, Layout] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of ranks along each mesh dimension."""
+        return tuple(self.mesh.shape)
+
+    @cached_property
+    def description(self) -> Mesh:
+        """The core's description of this mesh."""
+        root = None if self.root_mesh is self else self.root_mesh.description
+        return Mesh(self.shape, tuple(self.mesh.reshape(-1).tolist()), self.mesh_dim_names, root)
+
+    def layout(self, placements: Sequence[Placement], ndim: int) -> Layout:
+        """The core's layout; one object per placements and number of tensor dimensions."""
+        key = (tuple(placements), ndim)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(self.description, splits(placements, self.shape, ndim))
+        return self._layouts[key]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """The calling rank's place, or None if it is no member."""
+        return self.description.coordinate(job.rank())
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        here = self.get_coordinate()
+        own = self.mesh_dim_names or ()
+        if unknown := [name for name in wanted if name not in own]:
+            raise KeyError(f"this mesh has no dimension {', '.join(map(repr, unknown))}; it has {own}")
+        if here is None:
+            raise ValueError(f"rank {job.rank()} is no member of the mesh over {self.description.ranks}")
+        cut = tuple(slice(None) if name in wanted else here[d] for d, name in enumerate(own))
+        kept = [name for name in own if name in wanted]
+        grid = self.mesh[cut].transpose([kept.index(name) for name in wanted])
+        return DeviceMesh(grid, wanted, self.device_type, self.root_mesh)
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.mesh.tolist()}, {self.mesh_dim_names}, {self.device_type!r})"
+
+
+class DTensor:
+    """A tensor of which each rank of a mesh holds a part. `shape` is the full tensor's, in elements."""
+
+    def __init__(
+        self,
+        local: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        requires_grad: bool = False,
+    ) -> None:
+        self._local = local
+        self.device_mesh, self.placements = device_mesh, tuple(placements)
+        self.shape = tuple(shape)
+        self.requires_grad = requires_grad
+        self.grad: DTensor | None = None
+        if len(self.placements) != len(device_mesh.shape):
+            raise ValueError(f"{len(device_mesh.shape)} mesh dimensions need as many placements, not {placements}")
+
+    @classmethod
+    def distribute(cls, full: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+        """This rank's part of `full`, which all ranks hold alike. Nothing is sent; the local part is a copy."""
+        layout = device_mesh.layout(placements, len(full.shape))
+        box = layout.box(full.shape, job.rank())
+        device = device_mesh.device_type if full.device != "meta" else full.device
+        if box is None:
+            return cls(empty((0,), full.dtype, device), device_mesh, placements, full.shape)
+        part = Tensor(cut(full.array, box), full.dtype, full.device)
+        return cls(part.clone(device), device_mesh, placements, full.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Neutral dtype name."""
+        return self._local.dtype
+
+    def to_local(self) -> Tensor:
+        """This rank's part, sharing memory."""
+        return self._local
+
+    def detach(self) -> DTensor:
+        """A sharded tensor that shares memory and needs no gradient."""
+        return DTensor(self._local, self.device_mesh, self.placements, self.shape)
+
+    def full_tensor(self) -> Tensor:
+        """The full tensor, on every rank of the mesh, which all must make the call."""
+        layout = self.device_mesh.layout(self.placements, len(self.shape))
+        ranks, here = layout.mesh.ranks, job.current()
+        parts = [self._local.array] if here is None else here.meet(ranks, self._local.array)
+        made = empty(self.shape, self.dtype, self._local.device)
+        for rank, part in zip(ranks, parts, strict=True):
+            box = layout.box(self.shape, rank)
+            assert box is not None
+            cut(made.array, box)[...] = part
+        return made
+
+    def __repr__(self) -> str:
+        return f"DTensor({self.dtype}{list(self.shape)}, {self.placements} on {self.device_mesh})"
+
+
+AnyTensor = Tensor | DTensor
+
+
+def cut(array: Array, box: Box) -> Array:
+    """The region `box` of `array`, sharing its memory."""
+    if not array.ndim:
+        return array
+    return array[tuple(map(slice, box.start, box.stop))]
+
+
+def splits(placements: Sequence[Any], mesh_shape: tuple[int, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
+    """The core's splits of anybody's placements. Raises `UnsupportedConfigurationError` where there are none."""
+    try:
+        return splits_of([_describe(placement) for placement in placements], mesh_shape, ndim)
+    except ValueError as error:
+        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
+
+
+def _describe(placement: Any) -> tuple[int, int] | None:
+    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
+    if placement.is_replicate():
+        return None
+    if not placement.is_shard():
+        raise UnsupportedConfigurationError(
+            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
+            "redistribute it to Replicate() or Shard() first"
+        )
+    return int(placement.dim), int(getattr(placement, "split_factor", 1))
+
+
+def fully_shard(module: Module, mesh: DeviceMesh) -> Module:
+    """Shard every parameter along its first dimension over a 1-D mesh (FSDP), or over the last of a 2-D mesh (HSDP).
+
+    0-d parameters are replicated; buffers stay plain. Parameters become new objects: build optimizers
+    afterwards. Returns `module`.
+    """
+    made: dict[int, DTensor] = {}
+    for inner, name, value in list(module.own_parameters()):
+        if isinstance(value, DTensor):
+            continue
+        if id(value) not in made:
+            last: Placement = Shard(0) if value.shape else Replicate()
+            placements = [*[Replicate()] * (len(mesh.shape) - 1), last]
+            made[id(value)] = DTensor.distribute(value, mesh, placements)
+            made[id(value)].requires_grad = value.requires_grad
+        inner.parameters_[name] = made[id(value)]
+    return module
