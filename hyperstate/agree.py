@@ -132,7 +132,7 @@ class Call:
         if verdict.get("absent"):
             raise AbsentRankError(verdict["absent"])
         if raise_at_once:
-            raise_faults([Fault(*fault) for fault in verdict["faults"]], self.what)
+            raise_faults([Fault(*fault) for fault in verdict["faults"]], verdict["what"])
         return verdict
 
     def _memory(self, name: str) -> dict[str, Any]:
@@ -222,10 +222,12 @@ def judge(posts: Mapping[int, Any]) -> Any:
         calls.setdefault(posts[rank]["what"], []).append(rank)
         for name, key in posts[rank]["parts"].items():
             parts.setdefault(name, {}).setdefault(key, []).append(rank)
-    if len(calls) > 1:
+    what = " or ".join(calls)
+    if len(calls) > 1 and not faults:  # a rank whose options were refused can't say what it calls
         said = "; ".join(f"{_names(ranks)}: {what}" for what, ranks in calls.items())
         faults = [[min(posts), "DisagreementError", f"the ranks make different calls: {said}"]]
-    return {"faults": faults, "parts": {name: list(keys.items()) for name, keys in parts.items()}}
+        what = "the call"
+    return {"what": what, "faults": faults, "parts": {name: list(keys.items()) for name, keys in parts.items()}}
 
 
 def _names(ranks: Sequence[int]) -> str:

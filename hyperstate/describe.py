@@ -37,6 +37,8 @@ class Values:
     """The tensor leaves of each entry, in the order of its specs."""
     counters: dict[Key, list[Tensor]] = field(default_factory=dict)
     """The tensors that travel in each skeleton, in its order."""
+    objects: dict[Key, Any] = field(default_factory=dict)
+    """Values that hold an object which only this rank has (`is_opaque`), as they are."""
 
 
 def describe(
@@ -78,6 +80,7 @@ def describe(
     contents = tensors.raw([tensors.local(one.tensor) for one in pending])
     for one, content in zip(pending, contents, strict=True):
         one.skeleton.update(tiny_skeleton(one.spec, content))
+    result.objects = {key: values[key] for key, one in result.entries.items() if is_opaque(one.skeleton)}
     return result
 
 

@@ -86,7 +86,7 @@ class Fault:
 
 
 def fault_of(error: Exception, rank: int) -> Fault:
-    """The fault that stands for `error`; foreign exceptions travel as `InvalidStateDictError` or keep their base."""
+    """The fault that stands for `error`; foreign exceptions travel as `HyperstateError` with their type in the text."""
     kind = type(error).__name__
     if kind in _KINDS:
         return Fault(rank, kind, str(error))

@@ -13,7 +13,7 @@ from .describe import rebuild
 from .errors import Fault
 from .merge import Variant
 from .resolve import Mode, Resolver
-from .schema import Entry
+from .schema import Entry, alike
 from .sourcing import OWN_FIELDS
 
 Skeletons = dict[str, Any]
@@ -67,7 +67,7 @@ def _agreed(
     """`first`, extended by fields that it lacks; a contradiction is a fault or a warning."""
     if first is None:
         return dict(fields)
-    names = sorted(name for name in fields if name in first and first[name] != fields[name])
+    names = sorted(name for name in fields if name in first and not alike(first[name], fields[name]))
     if names:
         values = ", ".join(f"{name}: {_short(first[name])} and {_short(fields[name])}" for name in names)
         text = f"param group {number} of the target gets two values for {values} ({fqn!r} disagrees with those before it)"

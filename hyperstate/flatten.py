@@ -57,11 +57,7 @@ def flatten_optim_state_dict(state: Mapping[str, Any], *, dialect: str = "hypers
     """
     if dialect not in _DIALECTS:
         raise OptionError(f"dialect={dialect!r} must be one of {sorted(_DIALECTS)}")
-    foreign = [key for key in state if key not in (_STATE, _TORCH_GROUP, _GLOBAL)]
-    if foreign:
-        raise InvalidStateDictError(
-            f"a nested optimizer dict has 'state', 'param_groups' and perhaps 'global'; this one has {foreign[:5]}"
-        )
+    _check_nested(state)
     parts = [*_state_parts(state.get(_STATE) or {}), *_group_parts(state.get(_TORCH_GROUP) or [], _DIALECTS[dialect])]
     _check_named(state, parts)
     flat: dict[str, Any] = {}
@@ -79,6 +75,21 @@ def flatten_optim_state_dict(state: Mapping[str, Any], *, dialect: str = "hypers
             raise UnsupportedConfigurationError(f"the key {name!r} in 'global' is no string: it has no flat form")
         flat[f"{_GLOBAL}.{name}"] = value
     return flat
+
+
+def _check_nested(state: Mapping[str, Any]) -> None:
+    """Refuse what is no nested optimizer dict."""
+    foreign = [key for key in state if key not in (_STATE, _TORCH_GROUP, _GLOBAL)]
+    if foreign:
+        raise InvalidStateDictError(
+            f"a nested optimizer dict has 'state', 'param_groups' and perhaps 'global'; this one has {foreign[:5]}"
+        )
+    for fqn, slots in (state.get(_STATE) or {}).items():
+        if not isinstance(slots, Mapping):
+            raise InvalidStateDictError(f"state[{fqn!r}] is a {type(slots).__qualname__}, not a dict of state keys")
+    for number, group in enumerate(state.get(_TORCH_GROUP) or []):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise InvalidStateDictError(f"param group {number} is no dict with the field 'params'")
 
 
 def _state_parts(state: Mapping[Any, Mapping[Any, Any]]) -> Iterator[_Part]:
@@ -129,11 +140,13 @@ def _check_part(part: _Part, fqns: Container[str], dialect: str) -> None:
     if found != (part.fqn, part.name):
         raise UnsupportedConfigurationError(f"{part} would be read as a key of {found[0] if found else None!r}")
     if dialect == "torch" and part.prefix == _STATE:
-        raise UnsupportedConfigurationError(f"{part} has a dot in its key, which PyTorch's flat form reads as a nested dict")
+        raise UnsupportedConfigurationError(
+            f"{part} has a dot in its key, which PyTorch's flat form reads as a nested dict"
+        )
 
 
 def is_flat(state_dict: Mapping[Any, Any]) -> bool:
-    """Whether this is a flat optimizer dict: neither ``state`` nor ``param_groups``, and some key with a flat prefix."""
+    """Whether this is a flat optimizer dict: no ``state``, no ``param_groups``, and some key with a flat prefix."""
     if _STATE in state_dict or _TORCH_GROUP in state_dict:
         return False
     return any(isinstance(key, str) and key.startswith(_FLAT) for key in state_dict)
@@ -201,7 +214,9 @@ def _read(flat: Mapping[Any, Any], known: Container[str]) -> tuple[_ByFqn, _ByFq
         fqn, name = found
         target = (state if prefix == _STATE else fields).setdefault(fqn, {})
         if name in target:
-            raise IncompatibleStateError(f"the field {name!r} of {fqn!r} stands under both {_GROUP!r} and {_TORCH_GROUP!r}")
+            raise IncompatibleStateError(
+                f"the field {name!r} of {fqn!r} stands under both {_GROUP!r} and {_TORCH_GROUP!r}"
+            )
         target[name] = value
         if prefix == _TORCH_GROUP:
             torch_form.add(fqn)
@@ -231,7 +246,9 @@ def _deepen(fqn: str, slots: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _grouped(named: Mapping[str, dict[str, Any]], target: Sequence[Sequence[str]], strict: bool) -> list[dict[str, Any]]:
+def _grouped(
+    named: Mapping[str, dict[str, Any]], target: Sequence[Sequence[str]], strict: bool
+) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     placed = set()
     for number, fqns in enumerate(target):
@@ -326,5 +343,5 @@ def _equal_objects(a: Any, b: Any) -> bool:
         if not hasattr(equal, "all"):
             return bool(equal)
         return bool((equal | ((a != a) & (b != b))).all())  # noqa: PLR0124  # nan alone differs from itself
-    except Exception:  # a foreign type's ==: devices that differ, no truth value, …
+    except Exception:  # noqa: BLE001  # a foreign type's ==: devices that differ, no truth value, …
         return False

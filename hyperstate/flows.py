@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -37,9 +39,22 @@ class Given:
     check_sources: bool = False
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Calls make many small objects that live until they end; the cyclic garbage collector would walk them in vain."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 # -- getters -------------------------------------------------------------------------------------------
 
 
+@_collector_paused()
 def get(
     name: str, model: Any, optimizer: Any, submodules: Any, options: Any, ranks: Any, timeout: float | None
 ) -> tuple[StateDict, StateDict]:
@@ -53,7 +68,8 @@ def get(
         answered = {fqn: True for fqn in held.params}
     else:
         whole_job = opts.cpu_offload and not held.meshes()
-        call = _call(backend, _what(name, opts), held.meshes(), faults, ranks, timeout, whole_job)
+        meshes = _meshes(backend, model, held.meshes(), faults)
+        call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
         values, answered = full(call, held, faults.found, root_only=opts.cpu_offload)
     strip = None if opts.keep_submodule_prefixes or submodules is None else backend.model(model).prefixes(submodules)
     model_dict = {_strip(key[1], strip): value for key, value in values.items() if key[0] == "model"}
@@ -119,6 +135,7 @@ def _fields(backend: Backend, held: Held, i: int, fields: dict[str, Any], opts: 
 # -- setters -------------------------------------------------------------------------------------------
 
 
+@_collector_paused()
 def put(
     name: str, model: Any, optimizer: Any, given: Given, options: Any, ranks: Any, timeout: float | None
 ) -> IncompatibleKeys:
@@ -131,11 +148,18 @@ def put(
     if not faults.found:
         source = faults.guard(lambda: _read(backend, given, target.held, opts)) or source
         described = faults.guard(
-            lambda: describe_source(backend.tensors, source, opts.broadcast_from_rank0, given.check_sources)
+            lambda: describe_source(
+                backend.tensors,
+                source,
+                opts.broadcast_from_rank0,
+                given.check_sources,
+                None if opts.full_state_dict else target.held,
+                faults.rank,
+            )
         ) or described
     parts = {} if faults.found else faults.guard(lambda: describe_parts(backend, target, source, described)) or {}
     passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
-    meshes = [*target.held.meshes(), *passed]
+    meshes = _meshes(backend, model, [*target.held.meshes(), *passed], faults)
     call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
     mode = Mode(opts.full_state_dict, opts.broadcast_from_rank0, opts.strict, given.check_sources)
     return set_all(call, target, described, mode, parts, faults.found)
@@ -197,24 +221,41 @@ class _Faults:
             raise self._first
 
 
+def _meshes(backend: Backend, model: Any, found: Sequence[Mesh], faults: _Faults) -> Sequence[Mesh] | None:
+    """Meshes in use; after a fault, the model's own. None if nobody can tell."""
+    if found or not faults.found:
+        return found
+    try:
+        return hold_model(backend, backend.model(model)).meshes()
+    except Exception:
+        return None
+
+
 def _call(
     backend: Backend,
     what: str,
-    meshes: Sequence[Mesh],
+    meshes: Sequence[Mesh] | None,
     faults: _Faults,
     ranks: Any,
     timeout: float | None,
     whole_job: bool,
 ) -> Call:
-    """Open a collective call. A rank that can't tell who takes part tells the whole job so."""
+    """Open a collective call. A rank that can't tell who takes part tells the whole job so.
+
+    Raises at once on a rank that is not in `ranks`: nobody waits for it.
+    """
     me, world = backend.fabric.rank(), backend.fabric.world()
     limit = backend.fabric.timeout() if timeout is None else float(timeout)
     explicit = None if ranks is None else faults.guard(lambda: tuple(backend.ranks_of(ranks)))
-    broken = bool(faults.found) and not meshes
+    whole_job = whole_job or meshes is None
     members = faults.guard(
-        lambda: participants(meshes, me, world, whole_job=whole_job or broken, explicit=explicit)
-    ) or tuple(range(world))
-    return Call(backend, members, what, limit)
+        lambda: participants(meshes or (), me, world, whole_job=whole_job, explicit=explicit)
+    )
+    if members is None and explicit and set(explicit) <= set(range(world)) and len(set(explicit)) == len(explicit):
+        if me not in explicit:
+            faults.raise_here()
+        members = tuple(sorted(explicit))
+    return Call(backend, members or tuple(range(world)), what, limit)
 
 
 def _what(name: str, opts: StateDictOptions) -> str:

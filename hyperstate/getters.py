@@ -58,12 +58,13 @@ def _sharded_value(
 
     def counter(spec: TensorSpec, data: bytes) -> Any:
         value = next(counters)
-        return tensors.from_raw(data, spec, None) if to_host else value
+        return tensors.from_raw(data, spec, None) if to_host else tensors.local(value)
 
     plain = all(spec.form not in (LOCAL, AMBIGUOUS) and not _replicated_counter(key, spec) for spec in entry.leaves)
     if is_opaque(entry.skeleton):
         return deepcopy(held.live[key]) if to_host else held.live[key]
-    if plain and not to_host:
+    # A model's values share memory with its parameters, but are not those objects: users may write into them.
+    if plain and not to_host and key[0] != "model":
         return held.live[key]
     return rebuild(entry.skeleton, leaf, counter)
 

@@ -6,7 +6,7 @@ that split it in the order in which they split, so that every shard is one box.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
@@ -152,6 +152,13 @@ class Layout:
         renumber = {d: i + 1 for i, d in enumerate(kept)}
         mesh = Mesh(shape, tuple(rank for ranks in rows for rank in ranks))
         return Layout(mesh, tuple(tuple(renumber[d] for d in split) for split in self.splits))
+
+    def held_by(self, shape: Shape, ranks: Collection[int]) -> Layout | None:
+        """This layout over the replica groups that `ranks` hold all elements of; None if there is none."""
+        if self.mesh.members <= set(ranks):
+            return self
+        rows = [row for row in self.replicas if all(r in ranks or not _box(self, shape, r).size for r in row)]  # type: ignore[union-attr]  # members have boxes
+        return self.over(rows) if rows else None
 
 
 def replicated(ranks: Iterable[int], ndim: int) -> Layout:

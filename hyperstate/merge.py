@@ -10,7 +10,7 @@ from .agree import Classes
 from .describe import show
 from .errors import Fault
 from .layout import Layout
-from .schema import Entry, Key, TensorSpec, unpack_entries
+from .schema import Entry, Key, TensorSpec, alike, unpack_entries
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, OPAQUE
 
 
@@ -69,7 +69,7 @@ def _could_be(spec: TensorSpec, other: Entry, ranks: Sequence[int]) -> bool:
     if not other.leaves:
         return _counter(other.skeleton) and other.skeleton["T"][:2] == [spec.dtype, list(spec.shape)]
     full = other.leaves[0]
-    if full.form != LOCAL or full.layout is None or full.dtype != spec.dtype:
+    if full.form not in ("", LOCAL) or full.layout is None or full.dtype != spec.dtype:
         return False
     boxes = [full.layout.box(full.shape, rank) for rank in ranks]
     return all(box is not None and box.shape == spec.shape for box in boxes)
@@ -121,7 +121,7 @@ def _difference(key: Key, a: Variant, b: Variant) -> str:
                 return f"a plain tensor of shape {x.shape} differs between {who}; tell what it is: {HOOK % key[-1]}"
     if key[0] == "model" and _shape_of(left.skeleton) == _shape_of(right.skeleton):
         return ""  # buffers and extra state of replicas may differ: the root's counts
-    if left.skeleton != right.skeleton:
+    if not alike(left.skeleton, right.skeleton):
         return f"{_says(a)} has {_value(left.skeleton)}, {_says(b)} has {_value(right.skeleton)}"
     return ""
 
@@ -152,9 +152,9 @@ def check_groups(classes: Classes) -> list[Fault]:
         for fqns, skeleton in groups:
             for fqn in fqns:
                 rank, other = seen.setdefault(fqn, (ranks[0], skeleton))
-                if other != skeleton:
+                if not alike(other, skeleton):
                     here, there = dict(map(_pair, skeleton["{"])), dict(map(_pair, other["{"]))
-                    names = sorted(name for name in {**here, **there} if here.get(name) != there.get(name))
+                    names = sorted(name for name in {**here, **there} if not alike(here.get(name), there.get(name)))
                     text = f"group fields {names} of {fqn!r} differ between rank {rank} and rank {ranks[0]}"
                     faults.append(Fault(ranks[0], "DisagreementError", text))
     return faults

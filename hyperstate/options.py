@@ -60,7 +60,5 @@ def read_options(options: object) -> StateDictOptions:
         raise OptionTypeError(f"options is a {type(options).__name__}; pass StateDictOptions(**options) instead")
     found = {name: getattr(options, name) for name in _NAMES if hasattr(options, name)}
     if not found:
-        raise OptionTypeError(
-            f"options is a {type(options).__name__} with none of the attributes {', '.join(_NAMES)}"
-        )
+        raise OptionTypeError(f"options is a {type(options).__name__} with none of the attributes {', '.join(_NAMES)}")
     return StateDictOptions(**found)

@@ -131,7 +131,9 @@ class Resolver:
                 other = next(rank for rank in sorted(passing) if passing[rank].entry != passing[root].entry)
                 self._fault(other, f"{show(key)}: what rank {other} passes differs from what the source, rank {root}, does")
         chosen = passing[root]
-        return [chosen if chosen.layout() is not None else Variant(chosen.entry, (root,))]
+        if chosen.layout() is None:
+            return [Variant(chosen.entry, (root,))]
+        return [chosen, *(v for v in given if v is not chosen and v.layout() == chosen.layout())]
 
     def named_source(self, fqn: str, target: Variant) -> int | None:
         """The rank whose group fields `fqn` takes: for `target`'s own rank, or the source under broadcast."""
@@ -151,14 +153,26 @@ class Resolver:
             return None
         mine = {rank: variant.entry for variant in chosen for rank in variant.ranks}
         if self.mode.broadcast or chosen[0].layout() is not None:
-            return chosen[0].entry
+            return chosen[0].entry if self._complete(key, chosen) else None
         lacking = [rank for rank in target.ranks if rank not in mine]
         if lacking:
             self._fault(lacking[0], f"{show(key)} is passed on ranks {sorted(mine)}, not on {lacking}")
-        if len(chosen) > 1 and (target.layout() is not None or key[0] == "state"):
+        whole = self.mode.full or key[0] == "model"  # plain state in a sharded dict is each rank's own business
+        if len(chosen) > 1 and whole and (target.layout() is not None or key[0] == "state"):
             kinds = " and ".join(f"rank {v.ranks[0]} passes {_brief(v.entry)}" for v in chosen)
             self._fault(chosen[1].ranks[0], f"{show(key)}: {kinds}", "DisagreementError")
         return mine.get(self.me, chosen[0].entry)
+
+    def _complete(self, key: Key, chosen: Sequence[Variant]) -> bool:
+        """Whether the ranks that pass a sharded value hold all of it; a fault is noted otherwise."""
+        passing = {rank for variant in chosen for rank in variant.ranks}
+        for spec in chosen[0].entry.leaves:
+            if spec.layout is not None and spec.layout.held_by(spec.shape, passing) is None:
+                lacking = sorted(spec.layout.mesh.members - passing)
+                text = f"ranks {sorted(passing)} pass shards of {brief(spec)}, ranks {lacking} of the same mesh do not"
+                self._fault(lacking[0], f"{show(key)}: {text}")
+                return False
+        return True
 
     def _missing(self, name: str, target: Variant) -> None:
         if self.mode.strict:
@@ -286,7 +300,8 @@ class Resolver:
     ) -> None:
         ranks = tuple(sorted({rank for variant in chosen for rank in variant.ranks}))
         for i, (have, want) in enumerate(zip(entry.leaves, specs, strict=False)):
-            source = have.layout or to_ranks(ranks, have.shape)
+            source = have.layout.held_by(have.shape, ranks) if have.layout else None
+            source = source or to_ranks(ranks, have.shape)
             goal = want.layout or to_ranks(target.ranks, want.shape)
             self.out.deliveries.append(Delivery(key, i, have, source, want, goal))
         if self.me in target.ranks:

@@ -3,7 +3,7 @@
 A value is a tree of dicts, lists, tuples and scalars with tensors as leaves. `take_apart` splits it
 into a *skeleton* that JSON can carry and the tensors; `put_together` is its inverse. Python types
 survive: a tuple stays a tuple, an integer key an integer key, ``True`` is not ``1``. Plain tensors
-of at most one element (counters) are part of the skeleton, content and all.
+of one element (counters) are part of the skeleton, content and all.
 """
 
 from __future__ import annotations
@@ -116,12 +116,17 @@ def counter_of(skeleton: Any) -> tuple[TensorSpec, bytes]:
 
 TakeLeaf = Callable[[Any], Any]
 
+LONG_BITS = 1024
+"""Longer integers travel in hexadecimal: Python reads and writes no decimal number of over 4300 digits."""
+
 
 def take_apart(value: Any, leaf: TakeLeaf) -> Any:
     """The skeleton of `value`. `leaf` gets each non-plain object and returns its skeleton, or raises."""
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() <= LONG_BITS else {"i": hex(value)}
     if kind is float:
         return value if isfinite(value) else {"f": struct.pack("<d", value).hex()}
     if kind is list:
@@ -143,20 +148,49 @@ def put_together(skeleton: Any, leaf: TakeLeaf) -> Any:
         return [put_together(item, leaf) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
-    (tag, inner), *rest = skeleton.items()
-    if rest:
-        raise InvalidStateDictError(f"malformed skeleton with the tags {sorted(skeleton)}")
+    if len(skeleton) != 1:
+        raise InvalidStateDictError(f"malformed skeleton with the tags {sorted(map(str, skeleton))}")
+    ((tag, inner),) = skeleton.items()
     if tag == "(":
-        return tuple(put_together(item, leaf) for item in inner)
+        return tuple([put_together(item, leaf) for item in _list(tag, inner)])
     if tag == "{":
-        return {put_together(key, leaf): put_together(item, leaf) for key, item in inner}
-    if tag == "f":
-        return struct.unpack("<d", bytes.fromhex(inner))[0]
-    if tag == "c":
-        return complex(*struct.unpack("<dd", bytes.fromhex(inner)))
-    if tag == "b":
-        return base64.b85decode(inner)
+        pairs = [_list(tag, item) for item in _list(tag, inner)]
+        if any(len(pair) != 2 for pair in pairs):
+            raise InvalidStateDictError("malformed skeleton: a dict needs pairs of key and value")
+        return {_hashable(put_together(key, leaf)): put_together(item, leaf) for key, item in pairs}
+    if tag in _SCALARS:
+        try:
+            return _SCALARS[tag](inner)
+        except (TypeError, ValueError, AttributeError, struct.error) as error:
+            raise InvalidStateDictError(f"malformed skeleton under the tag {tag!r}: {error}") from error
     return leaf(skeleton)
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "i": lambda text: int(text, 16),
+    "f": lambda text: struct.unpack("<d", bytes.fromhex(text))[0],
+    "c": lambda text: complex(*struct.unpack("<dd", bytes.fromhex(text))),
+    "b": base64.b85decode,
+}
+
+
+def _list(tag: str, inner: Any) -> list[Any]:
+    if not isinstance(inner, list):
+        raise InvalidStateDictError(f"malformed skeleton: {tag!r} holds a {type(inner).__name__}, not a list")
+    return inner
+
+
+def _hashable(key: Any) -> Any:
+    try:
+        hash(key)
+    except TypeError:
+        raise InvalidStateDictError(f"malformed skeleton: a {type(key).__name__} as key of a dict") from None
+    return key
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two skeletons are of equal values: ``True`` is not ``1``, ``-0.0`` not ``0.0``."""
+    return json.dumps(a) == json.dumps(b)
 
 
 def refuse_leaf(value: Any) -> Any:
@@ -212,15 +246,27 @@ class _Table(dict[K, int]):
 
 def _order(key: Key) -> Key:
     """Sorts keys whose parts are of any type."""
-    return tuple([part if type(part) is str else "\0" + repr(part) for part in key])
+    return tuple([part if type(part) is str else "\0" + json.dumps(take_apart(part, refuse_leaf)) for part in key])
 
 
 def unpack_entries(packed: Mapping[str, Any]) -> dict[Key, Entry]:
-    """The inverse of `pack_entries`. Equal specs and entries are the same objects."""
+    """The inverse of `pack_entries`. Equal specs and entries are the same objects.
+
+    Raises `InvalidStateDictError` for what `pack_entries` can't have made.
+    """
+    try:
+        return _unpack(packed)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidStateDictError):
+            raise
+        raise InvalidStateDictError(f"malformed entries: {type(error).__name__}: {error}") from error
+
+
+def _unpack(packed: Mapping[str, Any]) -> dict[Key, Entry]:
     meshes = [Mesh(tuple(shape), tuple(ranks)) for shape, ranks in packed["meshes"]]
     layouts = [Layout(meshes[mesh], tuple(map(tuple, splits))) for mesh, splits in packed["layouts"]]
     specs = [
-        TensorSpec(dtype, tuple(shape), None if layout is None else layouts[layout], form)
+        TensorSpec(_dtype(dtype), tuple(shape), None if layout is None else layouts[layout], form)
         for dtype, shape, layout, form in packed["specs"]
     ]
     kinds = [Entry(skeleton, tuple([specs[i] for i in leaves])) for skeleton, leaves in packed["kinds"]]
@@ -230,14 +276,23 @@ def unpack_entries(packed: Mapping[str, Any]) -> dict[Key, Entry]:
     }
 
 
+def _dtype(name: Any) -> str:
+    if name not in DTYPES:
+        raise InvalidStateDictError(f"unknown dtype {name!r}")
+    return str(name)
+
+
 def to_wire(value: Any) -> bytes:
     """Canonical JSON bytes of a JSON-able value, compressed."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 
 def from_wire(data: bytes) -> Any:
-    """The inverse of `to_wire`."""
-    return json.loads(zlib.decompress(data))
+    """The inverse of `to_wire`. Raises `InvalidStateDictError` for other bytes."""
+    try:
+        return json.loads(zlib.decompress(data))
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise InvalidStateDictError(f"{len(data)} bytes are no message of this library: {error}") from error
 
 
 def digest(data: bytes) -> str:
@@ -246,7 +301,7 @@ def digest(data: bytes) -> str:
 
 
 def tiny(spec: TensorSpec) -> bool:
-    """Whether a tensor travels inside the skeleton: plain, and at most one element."""
+    """Whether a tensor travels inside the skeleton: plain, and of one element."""
     return spec.layout is None and prod(spec.shape) == 1
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .agree import Call, Classes
 from .backend import Backend, Local, Model, Optimizer, ParamId, Place
 from .collect import Held
-from .describe import Values, describe, rebuild, show
-from .errors import Fault, InvalidStateDictError, fault_of
+from .describe import Values, describe, is_opaque, rebuild, show
+from .errors import Fault, InvalidStateDictError, UnsupportedConfigurationError, fault_of
 from .fields import new_fields
 from .layout import Box, whole
 from .plan import Move, plan
@@ -65,6 +66,8 @@ class _Prepared:
     slots: dict[tuple[Key, int], _Slot] = field(default_factory=dict)
     copies: list[tuple[Local, Local]] = field(default_factory=list)
     """From counters of the schema into memory."""
+    objects: dict[Key, Any] = field(default_factory=dict)
+    """Values that hold an object which JSON can't carry, copied from what this rank passes."""
 
 
 def set_all(
@@ -82,11 +85,24 @@ def set_all(
             fields, disputed = new_fields(call.backend, target.held, classes["sources"], resolver, mode)
             found += disputed
             prepared = _prepare(call.backend, target, result)
+            prepared.objects = _own_objects(described, result)
     except Exception as error:
         found.append(fault_of(error, call.me))
     call.ready([*found, *result.faults])
     _write(call, target, described, result, prepared, fields)
     return _report(target, result)
+
+
+def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
+    """Copies of the objects that JSON can't carry: this rank's own. Raises if it has none."""
+    found = {}
+    for key, write in result.writes.items():
+        if is_opaque(write.source.skeleton):
+            own = result.names.get(key, key)
+            if own not in described.objects:
+                raise UnsupportedConfigurationError(f"{show(key)} can't be carried here from another rank")
+            found[key] = deepcopy(described.objects[own])
+    return found
 
 
 # -- descriptions ------------------------------------------------------------------------------------
@@ -270,6 +286,8 @@ def _written_in_place(prepared: _Prepared, key: Key) -> bool:
 
 def _value(backend: Backend, target: Target, key: Key, write: Write, prepared: _Prepared) -> Any:
     """The Python value of one entry, built from the memory that was filled."""
+    if key in prepared.objects:
+        return prepared.objects[key]
 
     def leaf(i: int) -> Any:
         slot = prepared.slots[key, i]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from .backend import Tensors
@@ -13,7 +14,7 @@ from .errors import IncompatibleStateError, InvalidStateDictError
 from .flatten import is_flat, unflatten_optim_state_dict
 from .fqn import split_key
 from .schema import Entry, Key, TensorSpec
-from .statelayout import LIKE_PARAM
+from .statelayout import AMBIGUOUS, LIKE_PARAM, REPLICATED, read_state
 
 IMPLEMENTATION_FIELDS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Group fields that choose an implementation, not a result: the target keeps its own."""
@@ -143,8 +144,13 @@ def _check_shape(spec: TensorSpec | None, held: Held, fqn: str, key: Any, how: s
             )
 
 
-def describe_source(tensors: Tensors, source: Source, broadcast: bool, digests: bool) -> Values:
+def describe_source(
+    tensors: Tensors, source: Source, broadcast: bool, digests: bool, held: Held | None = None, me: int = 0
+) -> Values:
     """The entries that `source` brings. Under `broadcast` a meta tensor counts as absent, else it is an error.
+
+    With `held`, the target of a sharded dict, a plain tensor of one element that is as large as rank `me`'s
+    shard of its parameter is AMBIGUOUS: it is that shard if other ranks pass theirs as sharded tensors.
 
     With `digests` the specs carry a digest of the contents, for `check_sources=`.
     """
@@ -152,7 +158,15 @@ def describe_source(tensors: Tensors, source: Source, broadcast: bool, digests: 
     meta = [key for key, value in values.items() if tensors.spec(value) is not None and tensors.is_meta(value)]
     if meta and not broadcast:
         raise InvalidStateDictError(f"the value of {meta[0][1]!r} is a meta tensor: it has no data")
-    described = describe(tensors, {key: value for key, value in values.items() if key not in meta}, carry_objects=broadcast)
+    live = {key: value for key, value in values.items() if key not in meta}
+
+    def read(key: Key, spec: TensorSpec) -> TensorSpec:
+        if held is None or key[0] != "state" or prod(spec.shape) != 1 or held.rules.get(key[2]) == REPLICATED:
+            return spec
+        seen = read_state(spec, held.params.get(held.names.get(key[1], key[1])), None, me)
+        return seen if seen.form == AMBIGUOUS else spec
+
+    described = describe(tensors, live, read, carry_objects=broadcast)
     if digests:
         for key, entry in described.entries.items():
             marks = [content_digest(tensors, value) for value in described.tensors[key]]

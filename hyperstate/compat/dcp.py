@@ -2,26 +2,33 @@
 
     from hyperstate.compat.dcp import StateDictOptions, get_state_dict, set_state_dict
 
-Flat optimizer dicts use PyTorch's prefix ``param_groups.``. What behaves differently, and why, stands
-in docs/differences.md. Nothing here imports torch.
+Flat optimizer dicts use PyTorch's prefix ``param_groups.``. ``submodules=`` and state dicts keyed by module
+are deprecated there and here alike, and work. What behaves differently, and why, stands in
+docs/differences.md. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import api
 from ..errors import OptionError
 from ..flatten import flatten_optim_state_dict
 from ..options import StateDictOptions as _Options
 from ..options import read_options
-from ..setters import IncompatibleKeys
 
 __all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
     "StateDictOptions",
+    "ValueType",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -29,6 +36,21 @@ __all__ = [
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+# PyTorch's names for types of values, for scripts that annotate with them.
+FQNS_T = set[str]
+PrimitiveType = Any
+ValueType = Any
+DictValueType = dict[str, ValueType]
+ListDictValueType = list[DictValueType]
+OptimizerStateType = dict[str, DictValueType | ListDictValueType]
+
+
+class _IncompatibleKeys(NamedTuple):
+    """Two fields, as scripts unpack PyTorch's."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @dataclass
@@ -50,44 +72,47 @@ class StateDictOptions:
 
 def get_model_state_dict(
     model: Any, *, submodules: set[Any] | None = None, options: Any = None
-) -> dict[str, Any]:
+) -> dict[str, ValueType]:
     """`hyperstate.get_model_state_dict`."""
-    return api.get_model_state_dict(model, submodules=submodules, options=_checked(options))
+    return api.get_model_state_dict(model, submodules=_chosen(submodules), options=_checked(options))
 
 
 def get_optimizer_state_dict(
     model: Any, optimizers: Any, *, submodules: set[Any] | None = None, options: Any = None
-) -> dict[str, Any]:
-    """`hyperstate.get_optim_state_dict`; with `submodules` only their parameters."""
-    return _optim_form(model, submodules, options, partial(api.get_optim_state_dict, model, _one_or_list(optimizers)))
+) -> OptimizerStateType:
+    """`hyperstate.get_optim_state_dict`. As in PyTorch, `submodules` leaves nothing of an optimizer out."""
+    _chosen(submodules)
+    return _flattened(options, partial(api.get_optim_state_dict, model, _one_or_list(optimizers)))
 
 
 def get_state_dict(
     model: Any, optimizers: Any, *, submodules: set[Any] | None = None, options: Any = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, ValueType], OptimizerStateType]:
     """`hyperstate.get_state_dict`: the model's and the optimizer's dict."""
-    found: list[dict[str, Any]] = []
+    model_dicts: list[dict[str, Any]] = []
+    chosen = _chosen(submodules)
 
     def both(*, options: Any) -> dict[str, Any]:
         model_dict, optim_dict = api.get_state_dict(
-            model, _one_or_list(optimizers), submodules=submodules, options=options
+            model, _one_or_list(optimizers), submodules=chosen, options=options
         )
-        found.append(model_dict)
+        model_dicts.append(model_dict)
         return optim_dict
 
-    optim_dict = _optim_form(model, submodules, options, both)
-    return found[0], optim_dict
+    optim_dict = _flattened(options, both)
+    return model_dicts[0], optim_dict
 
 
 def set_model_state_dict(
     model: Any, model_state_dict: Mapping[Any, Any], *, options: Any = None
-) -> IncompatibleKeys:
+) -> _IncompatibleKeys:
     """`hyperstate.set_model_state_dict`; also takes PyTorch's deprecated ``{module: state dict}``."""
-    return api.set_model_state_dict(model, _by_fqn(model, model_state_dict), options=_checked(options))
+    report = api.set_model_state_dict(model, _by_fqn(model, model_state_dict), options=_checked(options))
+    return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)
 
 
 def set_optimizer_state_dict(
-    model: Any, optimizers: Any, optim_state_dict: Mapping[str, Any], *, options: Any = None
+    model: Any, optimizers: Any, optim_state_dict: OptimizerStateType, *, options: Any = None
 ) -> None:
     """`hyperstate.set_optim_state_dict`."""
     api.set_optim_state_dict(model, _one_or_list(optimizers), optim_state_dict, options=_checked(options))
@@ -98,17 +123,18 @@ def set_state_dict(
     optimizers: Any,
     *,
     model_state_dict: Mapping[Any, Any],
-    optim_state_dict: Mapping[str, Any],
+    optim_state_dict: OptimizerStateType,
     options: Any = None,
-) -> IncompatibleKeys:
-    """`hyperstate.set_state_dict`: both or neither."""
-    return api.set_state_dict(
+) -> _IncompatibleKeys:
+    """`hyperstate.set_state_dict`: both or neither. Reports on the model's keys, as PyTorch does."""
+    report = api.set_state_dict(
         model,
         _one_or_list(optimizers),
         model_state_dict=_by_fqn(model, model_state_dict),
         optim_state_dict=optim_state_dict,
         options=_checked(options),
     )
+    return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)
 
 
 def _patch_model_state_dict(model: Any, *, options: Any = None) -> None:
@@ -119,9 +145,10 @@ def _patch_model_state_dict(model: Any, *, options: Any = None) -> None:
 
 def _patch_optimizer_state_dict(model: Any, *, optimizers: Any, options: Any = None) -> None:
     """Make the optimizers' own ``state_dict`` and ``load_state_dict`` go through hyperstate."""
-    for optimizer in _as_list(optimizers):
-        optimizer.state_dict = partial(get_optimizer_state_dict, model, optimizers, options=options)
-        optimizer.load_state_dict = partial(set_optimizer_state_dict, model, optimizers, options=options)
+    several = _one_or_list(optimizers)
+    for optimizer in several if isinstance(several, list) else [several]:
+        optimizer.state_dict = partial(get_optimizer_state_dict, model, several, options=options)
+        optimizer.load_state_dict = partial(set_optimizer_state_dict, model, several, options=options)
 
 
 def _checked(options: Any) -> Any:
@@ -130,15 +157,22 @@ def _checked(options: Any) -> Any:
     return options
 
 
-def _optim_form(
-    model: Any, submodules: Iterable[Any] | None, options: Any, getter: Callable[..., dict[str, Any]]
-) -> dict[str, Any]:
-    """The optimizer dict, cut to `submodules` and flattened with PyTorch's prefix."""
+def _chosen(submodules: Iterable[Any] | None) -> Iterable[Any] | None:
+    """`submodules`, of which an empty set means all; its use is deprecated."""
+    if not submodules:
+        return None
+    _deprecated("submodules= is deprecated in PyTorch; filter the returned state dict by its keys instead")
+    return submodules
+
+
+def _deprecated(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def _flattened(options: Any, getter: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """The optimizer dict, flat under PyTorch's prefix if that was asked for."""
     wanted = read_options(_checked(options))
     nested = getter(options=_nested(wanted))
-    if submodules is not None:
-        prefixes = api.prefixes_of(model, submodules)
-        nested = _only(nested, tuple(prefixes))
     return flatten_optim_state_dict(nested, dialect="torch") if wanted.flatten_optimizer_state_dict else nested
 
 
@@ -147,31 +181,19 @@ def _nested(options: _Options) -> _Options:
     return _Options(**{name: getattr(options, name) for name in names})
 
 
-def _only(nested: dict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    if not nested:
-        return nested
-    state = {fqn: slots for fqn, slots in nested["state"].items() if fqn.startswith(prefixes)}
-    groups = [
-        {**group, "params": [fqn for fqn in group["params"] if fqn.startswith(prefixes)]}
-        for group in nested["param_groups"]
-    ]
-    return {**nested, "state": state, "param_groups": [group for group in groups if group["params"]]}
-
-
 def _by_fqn(model: Any, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:
-    if not state_dict or not all(isinstance(value, Mapping) and not isinstance(key, str)
-                                 for key, value in state_dict.items()):
+    """`state_dict` by FQN, where it is keyed by module."""
+    if not state_dict or not all(
+        isinstance(value, Mapping) and not isinstance(key, str) for key, value in state_dict.items()
+    ):
         return state_dict
+    _deprecated("a model state dict keyed by module is deprecated in PyTorch; put the module's prefix before its keys")
     return {
         prefix + name: value
         for module, part in state_dict.items()
         for prefix in api.prefixes_of(model, [module])
         for name, value in part.items()
     }
-
-
-def _as_list(optimizers: Any) -> list[Any]:
-    return list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
 
 
 def _one_or_list(optimizers: Any) -> Any:

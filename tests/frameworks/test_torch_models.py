@@ -260,6 +260,17 @@ def test_full_and_host_forms_are_snapshots() -> None:
         assert before == frozen_copy(taken)
 
 
+def test_the_sharded_form_shares_memory_without_gradient() -> None:
+    model = Net()
+    values = hs.get_model_state_dict(model)
+    assert {False} == {value.requires_grad for value in values.values()}
+    values["first.weight"].zero_()
+    assert 0 == model.first.weight.abs().sum().item()
+    assert list(model.state_dict()) == list(values)
+    pointers = [value.data_ptr() for value in model.state_dict().values()]
+    assert pointers == [value.data_ptr() for value in values.values()]
+
+
 # -- S23: modules that save and load in their own way --------------------------------------------------
 
 

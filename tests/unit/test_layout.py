@@ -72,6 +72,24 @@ def test_a_layout_over_some_replica_groups_leaves_their_ranks_the_same_boxes(cas
         assert layout.box(shape, rank) == part.box(shape, rank)
 
 
+@given(layouts(), st.data())
+def test_ranks_hold_the_replica_groups_of_which_they_have_every_element(case, data):
+    """Ranks whose boxes are empty need not be among them."""
+    layout, shape = case
+    ranks = data.draw(st.sets(st.sampled_from(layout.mesh.ranks)))
+    everything = elements(whole(shape))
+    complete = [
+        group
+        for group in layout.replicas
+        if everything == set().union(*(elements(layout.box(shape, rank)) for rank in group if rank in ranks))
+    ]
+    held = layout.held_by(shape, ranks)
+    assert bool(complete) == (held is not None)
+    if held is not None:
+        assert {rank for group in complete for rank in group} == set(held.mesh.ranks)
+        assert all(layout.box(shape, rank) == held.box(shape, rank) for rank in held.mesh.ranks)
+
+
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunk_gives_ceil_sized_parts_and_empty_ones_at_the_end(size, parts):
     expected = [(p[0], p[-1] + 1) if p else (size, size) for p in chunks(list(range(size)), parts)]
@@ -189,7 +207,9 @@ def test_placements_written_from_an_order_are_read_back_as_that_order(data):
 def test_placements_that_no_order_explains_are_refused(mesh_shape, data):
     """Against all orders, tried one by one."""
     given_ = data.draw(
-        st.lists(st.none() | st.tuples(st.just(0), st.sampled_from([1, 2, 3, 4, 6])), min_size=len(mesh_shape), max_size=3)
+        st.lists(
+            st.none() | st.tuples(st.just(0), st.sampled_from([1, 2, 3, 4, 6])), min_size=len(mesh_shape), max_size=3
+        )
     )
     assume(len(given_) == len(mesh_shape))
     sharded = [d for d, placement in enumerate(given_) if placement is not None]

@@ -218,7 +218,9 @@ def test_a_full_set_for_which_every_rank_has_the_tensor_sends_nothing(case):
     layout, shape = case
     everywhere = to_ranks(layout.mesh.ranks, shape)
     for rank in layout.mesh.ranks:
-        assert all(() == stage.rounds for stage in plan([(Move(0, "int8", shape, everywhere, layout), "int8")], rank, LIMIT))
+        assert all(
+            () == stage.rounds for stage in plan([(Move(0, "int8", shape, everywhere, layout), "int8")], rank, LIMIT)
+        )
 
 
 @given(layouts(), st.data())
@@ -270,7 +272,10 @@ def test_later_stages_carry_the_dtype_that_the_target_keeps():
 
 def test_large_regions_go_straight_and_small_ones_share_a_buffer():
     shapes_ = [(3,), (plans.DIRECT_BYTES // 4,), (5,)]
-    moves = [(Move(i, "int32", shape, to_ranks([0], shape), to_ranks([1], shape)), "int32") for i, shape in enumerate(shapes_)]
+    moves = [
+        (Move(i, "int32", shape, to_ranks([0], shape), to_ranks([1], shape)), "int32")
+        for i, shape in enumerate(shapes_)
+    ]
     (stage,) = plan(moves, 1, 64 << 20)
     (one,) = stage.rounds
     message = one.recvs[0]

@@ -24,9 +24,7 @@ class Tensor:
     Compared by identity. Tensors made from one array share its memory.
     """
 
-    def __init__(
-        self, array: Any, dtype: str | None = None, device: str = CPU, requires_grad: bool = False
-    ) -> None:
+    def __init__(self, array: Any, dtype: str | None = None, device: str = CPU, requires_grad: bool = False) -> None:
         stored = np.asarray(array)
         self.dtype = neutral(stored.dtype) if dtype is None else dtype
         if stored.dtype != storage(self.dtype):

@@ -35,7 +35,7 @@ class JobOver(BaseException):
     """Unwinds the ranks of a job that was given up."""
 
 
-class JobFailure(HyperstateError, AssertionError):
+class JobError(HyperstateError, AssertionError):
     """Some ranks failed or did not end; the text has each one's traceback."""
 
 
@@ -200,7 +200,7 @@ def run_ranks(
 
     Ranks in `lost` are expected to die and give None. `transfer_timeout` seconds is the job's default
     timeout of one transfer, `timeout` that of the whole run. With `device_only` the fabric moves memory of the
-    simulated device alone, as NCCL and HCCL do. Raises `JobFailure` with every failed rank's traceback.
+    simulated device alone, as NCCL and HCCL do. Raises `JobError` with every failed rank's traceback.
     """
     job = Job(ranks, transfer_timeout, device_only)
     threads = [_Rank(job, number, function) for number in range(ranks)]
@@ -216,7 +216,7 @@ def run_ranks(
     for thread in threads:
         thread.join(GRACE_S)
     if any(texts):
-        raise JobFailure("\n".join(f"--- rank {n}:\n{text}" for n, text in enumerate(texts) if text))
+        raise JobError("\n".join(f"--- rank {n}:\n{text}" for n, text in enumerate(texts) if text))
     return [thread.result for thread in threads]
 
 

@@ -7,14 +7,14 @@ and gets its part of the full gradient, so training sharded and unsharded gives 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from . import job
-from .arrays import Parameter, Tensor, tensor, zeros
+from .arrays import META, Parameter, Tensor, empty, tensor, zeros
 from .dtypes import Array, encode
-from .sharded import AnyTensor, DTensor, cut
+from .sharded import AnyTensor, DTensor, like, plain
 
 
 class Module:
@@ -87,12 +87,8 @@ class Module:
     def to(self, device: str) -> Module:
         """Move parameters and buffers to a device, keeping the objects. Sharded ones move their local part."""
         for value in [*self.parameters(), *(value for _, value in self.named_buffers())]:
-            plain = value.to_local() if isinstance(value, DTensor) else value
-            moved = zeros((), plain.dtype) if device == "meta" else plain
-            if device == "meta":
-                plain.array, plain.device = np.broadcast_to(moved.array, plain.shape), device
-            else:
-                plain.become(plain.clone(device))
+            own = plain(value)
+            own.become(empty(own.shape, own.dtype, META) if device == META else own.clone(device))
         return self
 
 
@@ -101,20 +97,12 @@ def numbers(value: AnyTensor) -> Array:
     return (value.full_tensor() if isinstance(value, DTensor) else value).numpy()
 
 
-def set_gradient(param: AnyTensor, full: Array) -> None:
-    """Give `param` its part of the full gradient, in its own dtype and on its own device."""
-    if not param.requires_grad:
-        return
-    if isinstance(param, DTensor):
-        layout = param.device_mesh.layout(param.placements, len(param.shape))
-        box = layout.box(param.shape, job.rank())
-        if box is None:
-            return
-        device = param.to_local().device
-        part = Tensor(encode(np.ascontiguousarray(cut(full, box)), param.dtype).copy(), param.dtype, device)
-        param.grad = DTensor(part, param.device_mesh, param.placements, param.shape)
-    else:
-        param.grad = Tensor(encode(full, param.dtype).copy(), param.dtype, param.device)
+def set_gradient(param: Any, full: Array) -> None:
+    """Give `param` its part of the full gradient, in its own dtype and on its own device, laid out like itself."""
+    part = full if isinstance(param, Tensor) else param.own_part(full)
+    if param.requires_grad and part is not None:
+        own = plain(param)
+        param.grad = like(param, Tensor(encode(part, own.dtype).copy(), own.dtype, own.device))
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -208,7 +196,7 @@ class Perceptron(Module):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.linears = [Linear(n, m) for n, m in zip(sizes, sizes[1:], strict=False)]
+        self.linears = [Linear(n, m) for n, m in pairwise(sizes)]
         self.layers = Sequence_(self.linears)
         self.norm = BatchNorm(sizes[1])
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import CPU, Tensor, zeros
 from .dtypes import Array, encode
-from .sharded import AnyTensor, DTensor
+from .sharded import AnyTensor, like, plain
 
 
 class Optimizer:
@@ -48,11 +48,6 @@ class Optimizer:
                 param.grad = None
 
 
-def plain(value: AnyTensor) -> Tensor:
-    """This rank's part, sharing memory."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _wide(value: Tensor) -> Array:
     """Numbers to compute with: float32 at least."""
     found = value.numpy()
@@ -68,11 +63,10 @@ def _number(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _like(param: AnyTensor, dtype: str | None = None) -> AnyTensor:
-    """Zeros as `param` is laid out."""
+def _zeros(param: AnyTensor, dtype: str | None = None) -> Tensor:
+    """Zeros of the local part's shape."""
     part = plain(param)
-    made = zeros(part.shape, dtype or part.dtype, part.device)
-    return DTensor(made, param.device_mesh, param.placements, param.shape) if isinstance(param, DTensor) else made
+    return zeros(part.shape, dtype or part.dtype, part.device)
 
 
 def _descend(weight: Tensor, lr: float, direction: Array) -> None:
@@ -105,7 +99,7 @@ class SGD(Optimizer):
         if momentum:
             state = self.state[param]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = _like(param)
+                state["momentum_buffer"] = like(param, _zeros(param))
             buffer = plain(state["momentum_buffer"])
             _put(buffer, _wide(buffer) * np.float32(momentum) + direction)
             direction = _wide(buffer)
@@ -130,7 +124,7 @@ class Adam(Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = zeros((), "float32", weight.device if group["capturable"] else CPU)
-            state["exp_avg"], state["exp_avg_sq"] = _like(param), _like(param)
+            state["exp_avg"], state["exp_avg_sq"] = like(param, _zeros(param)), like(param, _zeros(param))
         state["step"].array += 1
         count = int(state["step"].array)
         direction = _adam(state, ("exp_avg", "exp_avg_sq"), _wide(gradient), count, group["betas"])
@@ -153,7 +147,7 @@ class LocalAdam(Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["m"], state["v"] = (plain(_like(param, "float32")) for _ in range(2))
+            state["m"], state["v"] = (_zeros(param, "float32") for _ in range(2))
         state["step"] += 1
         direction = _adam(state, ("m", "v"), _wide(gradient).astype(np.float32), state["step"], group["betas"])
         _descend(weight, _number(group["lr"]), direction)

@@ -48,7 +48,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Tensor dimension `dim` is cut into chunks, as `hyperstate.layout.chunk` does; the last may be smaller or empty."""
+    """Cuts tensor dimension `dim` as `hyperstate.layout.chunk` does; the last chunks may be smaller or empty."""
 
     dim: int
 
@@ -156,11 +156,16 @@ class DTensor:
         """A sharded tensor that shares memory and needs no gradient."""
         return DTensor(self._local, self.device_mesh, self.placements, self.shape)
 
+    def own_part(self, full: Array) -> Array | None:
+        """This rank's region of a full array, sharing its memory; None if the rank is no member of the mesh."""
+        box = self.device_mesh.layout(self.placements, len(self.shape)).box(self.shape, job.rank())
+        return None if box is None else cut(full, box)
+
     def full_tensor(self) -> Tensor:
         """The full tensor, on every rank of the mesh, which all must make the call."""
         layout = self.device_mesh.layout(self.placements, len(self.shape))
         ranks, here = layout.mesh.ranks, job.current()
-        parts = [self._local.array] if here is None else here.meet(ranks, self._local.array)
+        parts = [self._local.array] if here is None else here.meet(ranks, self._local.array.copy())
         made = empty(self.shape, self.dtype, self._local.device)
         for rank, part in zip(ranks, parts, strict=True):
             box = layout.box(self.shape, rank)
@@ -173,6 +178,19 @@ class DTensor:
 
 
 AnyTensor = Tensor | DTensor
+
+
+def plain(value: Any) -> Tensor:
+    """This rank's part of a plain tensor or a sharded one of whatever make, sharing memory."""
+    found: Tensor = value if isinstance(value, Tensor) else value.to_local()
+    return found
+
+
+def like(value: Any, part: Tensor) -> Any:
+    """`part` laid out as `value` is; plain where somebody else's optimizers work on local tensors."""
+    if isinstance(value, DTensor):
+        return DTensor(part, value.device_mesh, value.placements, value.shape)
+    return part
 
 
 def cut(array: Array, box: Box) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,7 +23,15 @@ Splits = tuple[tuple[int, ...], ...]
 
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a sharded tensor of some kind."""
+    if _declares_sharding(type(value)):
+        return True
     return hasattr(value, "placements") and hasattr(value, "device_mesh") and hasattr(value, "to_local")
+
+
+@lru_cache
+def _declares_sharding(kind: type) -> bool:
+    """Whether all instances of a class are sharded tensors: the quick answer for PyTorch's own."""
+    return hasattr(kind, "placements") and hasattr(kind, "device_mesh") and hasattr(kind, "to_local")
 
 
 def is_native(value: Any) -> bool:

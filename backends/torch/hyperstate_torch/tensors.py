@@ -11,7 +11,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hyperstate.errors import UnsupportedConfigurationError
-from hyperstate.layout import Box, Shape
+from hyperstate.layout import Box, Layout, Shape
 from hyperstate.schema import DTYPES, TensorSpec
 
 from . import dtensors
@@ -25,6 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 _TO_TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _TO_NEUTRAL = {dtype: name for name, dtype in _TO_TORCH.items()}
+_HOST = torch.device("cpu")
 _ORDINARY = torch.Tensor.__torch_dispatch__
 """What classes have that keep their elements in plain storage; subclasses with a content of their own override it."""
 
@@ -43,17 +44,17 @@ class TorchTensors:
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             _check_storage(value)
-            return TensorSpec(_neutral(value.dtype), tuple(value.shape))
+            return _spec(value.dtype, value.shape, None)
         if dtensors.is_sharded(value):
             layout = self._meshes.layout(value)
             inner = getattr(value, "_local_tensor", None)
             if inner is not None and type(inner) is not torch.Tensor and not hasattr(inner, "elem"):
                 _check_storage(inner)
-            return TensorSpec(_neutral(value.dtype), tuple(value.shape), layout)
+            return _spec(value.dtype, value.shape, layout)
         if not isinstance(value, torch.Tensor):
             return None
         _check_storage(value)
-        return TensorSpec(_neutral(value.dtype), tuple(value.shape))
+        return _spec(value.dtype, value.shape, None)
 
     def mesh(self, device_mesh: Any) -> Any:
         """The core's mesh for a device mesh."""
@@ -158,7 +159,10 @@ class TorchTensors:
         found: list[bytes] = [b""] * len(values)
         places: dict[torch.device, list[int]] = {}
         for i, value in enumerate(values):
-            places.setdefault(value.device, []).append(i)
+            if value.device == _HOST and value.numel() == 1 and not (value.is_conj() or value.is_neg()):
+                found[i] = ctypes.string_at(value.data_ptr(), value.element_size())
+            else:
+                places.setdefault(value.device, []).append(i)
         for numbers in places.values():
             parts = [_bytes_of(_settled(values[i])) for i in numbers]
             host = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu()
@@ -207,6 +211,11 @@ class TorchTensors:
 
 
 _stride = lru_cache(maxsize=1 << 12)(dtensors.contiguous_stride)
+
+
+@lru_cache(maxsize=1 << 12)
+def _spec(dtype: torch.dtype, shape: torch.Size, layout: Layout | None) -> TensorSpec:
+    return TensorSpec(_neutral(dtype), tuple(shape), layout)
 
 
 def _neutral(dtype: torch.dtype) -> str:

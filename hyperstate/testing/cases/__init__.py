@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .tools import MARK, Run
 
-FILES = ("forms", "loads", "groups")
+FILES = ("forms", "loads", "groups", "values", "refusals", "participants", "laws", "losses")
 
 
 class Case(NamedTuple):

@@ -199,17 +199,21 @@ SOON_S = 10.0
 """A refusal must come well before any timeout."""
 
 
-def refused(error: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The text with which `call` raises `error`; it must come soon."""
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def refused(error: Errors, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The text with which `call` raises `error` (that very class, or one of them); it must come soon."""
+    wanted = [each.__name__ for each in (error if isinstance(error, tuple) else (error,))]
     start = time.monotonic()
     try:
         call(*args, **kwargs)
     except error as found:
-        assert type(found).__name__ == error.__name__, f"{type(found).__name__}: {found}"
+        assert type(found).__name__ in wanted, f"{type(found).__name__}: {found}"
         took = time.monotonic() - start
         assert took < SOON_S, f"the refusal took {took:.1f} s"
         return str(found)
-    raise AssertionError(f"{getattr(call, '__name__', call)} did not raise {error.__name__}")
+    raise AssertionError(f"{getattr(call, '__name__', call)} did not raise {wanted}")
 
 
 class _Warnings:

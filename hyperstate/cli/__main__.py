@@ -1,0 +1,5 @@
+"""``python -m hyperstate.cli``."""
+
+from . import main
+
+main()

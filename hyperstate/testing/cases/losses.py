@@ -1,0 +1,66 @@
+"""Ranks that are killed: before a call and in the middle of one. Survivors get an error soon, never a false success."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import hyperstate as hs
+from hyperstate.testing.cases.tools import BROADCAST, FULL, build, build_stepped, case, live, on_root, refused
+from hyperstate.testing.kit import Kit
+
+LIMIT_S = 2.0
+"""The timeout that survivors give, in seconds."""
+
+
+@case(2, lost=(1,), dead=[1])
+@case(4, lost=(3,), dead=[3])
+def a_rank_that_died_before_the_call_is_named_as_absent(kit: Kit, dead: int) -> Any:
+    model, optimizer = build_stepped(kit, "fsdp")
+    before = live(kit, model, optimizer)
+    given = on_root(kit, hs.get_model_state_dict(build(kit, "plain"), options=FULL))
+    if kit.rank == dead:
+        kit.die()
+    text = refused(hs.AbsentRankError, hs.set_model_state_dict, model, given, options=BROADCAST, timeout=LIMIT_S)
+    assert f"rank {dead}" in text
+    assert before == live(kit, model, optimizer)
+    return text
+
+
+@case(4, lost=(0,))
+def the_death_of_rank_0_reaches_all(kit: Kit) -> None:
+    """Where rank 0 keeps the key-value store, nobody can be told more than that."""
+    model, optimizer = build_stepped(kit, "fsdp")
+    before = live(kit, model, optimizer)
+    if kit.rank == 0:
+        kit.die()
+    time.sleep(0.5)
+    refused(
+        (hs.AbsentRankError, hs.TransferError), hs.get_optim_state_dict, model, optimizer, options=FULL, timeout=LIMIT_S
+    )
+    assert before == live(kit, model, optimizer)
+
+
+@case(4, lost=(3,), call=["set"])
+@case(2, lost=(1,), call=["get"])
+def a_rank_that_dies_while_values_move_is_an_error_on_the_survivors(kit: Kit, call: str) -> None:
+    """None of them reports success; the text says what to do."""
+    model, optimizer = build_stepped(kit, "fsdp")
+    given = hs.get_state_dict(*build_stepped(kit, "plain", steps=3), options=FULL)
+    if kit.rank == kit.world - 1:
+        kit.die(exchange=1)
+    if call == "get":
+        text = refused(hs.TransferError, hs.get_state_dict, model, optimizer, options=FULL, timeout=LIMIT_S)
+    else:
+        text = refused(
+            hs.TransferError,
+            hs.set_state_dict,
+            model,
+            optimizer,
+            model_state_dict=on_root(kit, given[0]),
+            optim_state_dict=on_root(kit, given[1]),
+            options=BROADCAST,
+            timeout=LIMIT_S,
+        )
+        assert "load" in text
+    assert f"rank {kit.world - 1}" in text
