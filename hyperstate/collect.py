@@ -96,7 +96,7 @@ def add_optimizer(backend: Backend, held: Held, model: Model, optimizer: Optimiz
     return held
 
 
-def _plain_field(key: Key, spec: TensorSpec) -> TensorSpec:
+def _plain_field(_: Key, spec: TensorSpec) -> TensorSpec:
     if spec.layout is not None:
         raise UnsupportedConfigurationError("a field of a param group can't be a sharded tensor")
     return spec

@@ -112,7 +112,7 @@ def rebuild(
         if "T" in item:
             return counter(*counter_of(item))
         if "P" in item:
-            return pickle.loads(base64.b85decode(item["P"]))  # from a rank of this job, never from a file
+            return pickle.loads(base64.b85decode(item["P"]))  # noqa: S301  # from a rank of this job, never from a file
         raise UnsupportedConfigurationError(f"a value of type {item.get('?')} can't be carried to another rank")
 
     return put_together(skeleton, make)

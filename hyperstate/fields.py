@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from .agree import Classes
 from .backend import Backend
 from .collect import Held
-from .describe import rebuild
+from .describe import is_opaque, rebuild
 from .errors import Fault
 from .merge import Variant
 from .resolve import Mode, Resolver
@@ -17,12 +18,16 @@ from .schema import Entry, alike
 from .sourcing import OWN_FIELDS
 
 Skeletons = dict[str, Any]
+Groups = list[tuple[list[str], dict[str, Any]]]
 
 
 def new_fields(
-    backend: Backend, held: Held, sources: Classes, resolver: Resolver, mode: Mode
+    backend: Backend, held: Held, sources: Classes, own: Groups, resolver: Resolver, mode: Mode
 ) -> tuple[list[dict[str, Any] | None], list[Fault]]:
-    """By target group the fields to set (None: leave the group alone), and what contradicts itself."""
+    """By target group the fields to set (None: leave the group alone), and what contradicts itself.
+
+    `own` are the groups that this rank passes: values that JSON can't carry are taken from there.
+    """
     me = backend.fabric.rank()
     by_rank = {rank: _by_fqn(source["groups"], resolver) for ranks, source in sources for rank in ranks}
     empty = {rank: [_pairs(g[1]) for g in source["groups"] if not g[0]] for ranks, source in sources for rank in ranks}
@@ -36,7 +41,7 @@ def new_fields(
             chosen = None
             for fqn, fields in _sourced(fqns, me, by_rank, resolver):
                 chosen = _agreed(chosen, fields, number, fqn, me, mode.strict, faults)
-        result.append(None if chosen is None else _build(backend, chosen))
+        result.append(None if chosen is None else _build(backend, chosen, _objects(own, fqns, resolver)))
     return result, faults
 
 
@@ -82,11 +87,22 @@ def _short(skeleton: Any) -> str:
     return str(skeleton)[:40]
 
 
-def _build(backend: Backend, fields: Skeletons) -> dict[str, Any]:
-    def refuse(i: int) -> Any:
+def _objects(own: Groups, fqns: list[str], resolver: Resolver) -> dict[str, Any]:
+    """The fields that this rank itself passes for a group of `fqns`."""
+    found: dict[str, Any] = {}
+    for names, fields in own:
+        if {resolver.names.get(name, name) for name in names} & set(fqns) or not (names or fqns):
+            found = {**fields, **found}
+    return found
+
+
+def _build(backend: Backend, fields: Skeletons, own: dict[str, Any]) -> dict[str, Any]:
+    def refuse(_: int) -> Any:
         raise AssertionError("fields carry their tensors inline")
 
-    return {
-        name: rebuild(skeleton, refuse, lambda spec, data: backend.tensors.from_raw(data, spec, None))
-        for name, skeleton in fields.items()
-    }
+    def value(name: str, skeleton: Any) -> Any:
+        if is_opaque(skeleton) and name in own:
+            return deepcopy(own[name])
+        return rebuild(skeleton, refuse, lambda spec, data: backend.tensors.from_raw(data, spec, None))
+
+    return {name: value(name, skeleton) for name, skeleton in fields.items()}

@@ -122,7 +122,7 @@ def _fields(backend: Backend, held: Held, i: int, fields: dict[str, Any], opts: 
     skeleton = held.fields.entries[("group", i)].skeleton
     if is_opaque(skeleton) or not (opts.full_state_dict or opts.cpu_offload):
         return dict(fields)
-    live = iter(held.fields.counters.get(("group", i), ()))
+    live: Iterator[Any] = iter(held.fields.counters.get(("group", i), ()))
 
     def tensor(spec: Any, data: bytes) -> Any:
         place = backend.tensors.place(next(live))
@@ -157,12 +157,12 @@ def put(
                 faults.rank,
             )
         ) or described
-    parts = {} if faults.found else faults.guard(lambda: describe_parts(backend, target, source, described)) or {}
+    parts = {} if faults.found else faults.guard(lambda: describe_parts(backend, target, source, described, opts.broadcast_from_rank0)) or {}
     passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
     meshes = _meshes(backend, model, [*target.held.meshes(), *passed], faults)
     call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
     mode = Mode(opts.full_state_dict, opts.broadcast_from_rank0, opts.strict, given.check_sources)
-    return set_all(call, target, described, mode, parts, faults.found)
+    return set_all(call, target, source, described, mode, parts, faults.found)
 
 
 def _hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given) -> Target:
@@ -210,7 +210,7 @@ class _Faults:
         """The result of `step`, or None after noting its failure."""
         try:
             return step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # it travels to all ranks and is raised there
             self.found.append(fault_of(error, self.rank))
             self._first = self._first or error
             return None
@@ -227,7 +227,7 @@ def _meshes(backend: Backend, model: Any, found: Sequence[Mesh], faults: _Faults
         return found
     try:
         return hold_model(backend, backend.model(model)).meshes()
-    except Exception:
+    except Exception:  # noqa: BLE001  # another fault is under way already
         return None
 
 

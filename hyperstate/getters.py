@@ -91,7 +91,7 @@ def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) ->
 
     Also tells which parameters of the optimizer this rank answers for in `param_groups`.
     """
-    _mark_replicas(call.backend, held)
+    _mark_replicas(call.backend, held, every=not root_only and not call.alone)
     groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
     params = {("param", fqn): Entry(LEAF, (replace(spec, form=""),)) for fqn, spec in held.params.items()}
     parts = call.describe(
@@ -109,16 +109,19 @@ def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) ->
     return _Gather(call, held, variants, roots, root_only).run(wanted), answered
 
 
-def _mark_replicas(backend: Backend, held: Held) -> None:
-    """Add a digest of the contents to plain state of sharded parameters that no rule explains.
+def _mark_replicas(backend: Backend, held: Held, *, every: bool) -> None:
+    """Add a digest of the contents to plain tensors, so that ranks whose contents differ see it.
 
-    If it differs between ranks, it is no replicated statistic, whatever its shape.
+    Plain state of sharded parameters that no rule explains is no replicated statistic if it differs,
+    whatever its shape. Of all others (`every`) the root's contents count.
     """
     for key, entry in held.values.entries.items():
-        if key[0] != "state" or key[2] in held.rules or not is_sharded(held.params.get(key[1])):
+        unexplained = key[0] == "state" and key[2] not in held.rules and is_sharded(held.params.get(key[1]))
+        if not entry.leaves or not (unexplained or every):
             continue
+        mark = "replica " if unexplained else "content "
         leaves = tuple(
-            replace(spec, form="replica " + content_digest(backend.tensors, value))
+            replace(spec, form=mark + content_digest(backend.tensors, value))
             if spec.layout is None and not spec.form
             else spec
             for spec, value in zip(entry.leaves, held.values.tensors[key], strict=True)
@@ -160,7 +163,13 @@ class _Gather:
         run(self.backend, stages, self.sources.__getitem__, self.targets.__getitem__, self.call.timeout)
         order = [key for key in self.held.values.entries if key in wanted]
         order += [key for key in wanted if key not in self.held.values.entries]
-        return {key: self._build(key, wanted[key].entry) for key in order}
+        return {key: self._build(key, self._first(key, wanted[key]).entry) for key in order}
+
+    def _first(self, key: Key, mine: Variant) -> Variant:
+        """The variant whose plain contents count: the root's."""
+        if mine.layout() is not None or is_opaque(mine.entry.skeleton):
+            return mine
+        return next((v for v in self.variants[key] if v.layout() is None and self.roots[key] in v.ranks), mine)
 
     def _add_moves(self, key: Key, same: Sequence[Variant], mine: Variant | None) -> None:
         root = self.roots[key]
@@ -168,15 +177,34 @@ class _Gather:
             layout = variant.layout()
             if layout is not None and self.call.me in layout.mesh.members:
                 if not self.root_only or root in layout.mesh.members:
-                    self._add_sharded(key, variant, layout, [root] if self.root_only else layout.mesh.ranks)
+                    self._add_sharded(key, variant, [root] if self.root_only else layout.mesh.ranks)
         if mine is None:
             return
+        first = self._first(key, mine)
+        others = [] if self.root_only else sorted(r for v in same if v is not first for r in v.ranks)
         for i, (spec, value) in enumerate(zip(mine.entry.leaves, self.held.values.tensors.get(key, []), strict=False)):
             if spec.layout is None:
                 place = None if self.root_only else self.backend.tensors.place(value)
-                self.full[key, i] = _copy_later(self.backend, self.backend.tensors.local(value), place, self.copies)
+                local = self.backend.tensors.local(value)
+                if mine is first:
+                    self.full[key, i] = _copy_later(self.backend, local, place, self.copies)
+                else:
+                    self.full[key, i] = self.backend.tensors.empty(spec.shape, spec.dtype, place)
+                if others and self.call.me in (root, *others):
+                    self._add_replica(key, i, first.entry.leaves[i], local, [root], others)
 
-    def _add_sharded(self, key: Key, variant: Variant, layout: Layout, ranks: Sequence[Any]) -> None:
+    def _add_replica(
+        self, key: Key, i: int, spec: TensorSpec, local: Local, root: Sequence[Any], others: Sequence[int]
+    ) -> None:
+        """Ranks whose plain tensor has other contents than the root's get the root's."""
+        index, full = len(self.moves), whole(spec.shape)
+        move = Move(index, spec.dtype, spec.shape, to_ranks(root, spec.shape), to_ranks(others, spec.shape))
+        self.moves.append((move, spec.dtype))
+        self.sources[index] = (local, full)
+        if self.call.me in others:
+            self.targets[index] = (self.full[key, i], full)
+
+    def _add_sharded(self, key: Key, variant: Variant, ranks: Sequence[Any]) -> None:
         me, tensors = self.call.me, self.backend.tensors
         live = self.held.values.tensors.get(key, [])
         for i, spec in enumerate(variant.entry.leaves):

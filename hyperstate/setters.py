@@ -71,7 +71,13 @@ class _Prepared:
 
 
 def set_all(
-    call: Call, target: Target, described: Values, mode: Mode, parts: dict[str, Any], faults: Sequence[Fault]
+    call: Call,
+    target: Target,
+    source: Source,
+    described: Values,
+    mode: Mode,
+    parts: dict[str, Any],
+    faults: Sequence[Fault],
 ) -> IncompatibleKeys:
     """One setter call: all checks on all ranks, then all writes. `parts` come from `describe_parts`."""
     classes = call.describe(faults, parts)
@@ -82,11 +88,13 @@ def set_all(
     fields: list[dict[str, Any] | None] = []
     try:
         if not (found or result.faults):
-            fields, disputed = new_fields(call.backend, target.held, classes["sources"], resolver, mode)
+            fields, disputed = new_fields(
+                call.backend, target.held, classes["sources"], source.groups, resolver, mode
+            )
             found += disputed
             prepared = _prepare(call.backend, target, result)
             prepared.objects = _own_objects(described, result)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # it travels to all ranks and is raised there
         found.append(fault_of(error, call.me))
     call.ready([*found, *result.faults])
     _write(call, target, described, result, prepared, fields)
@@ -108,9 +116,9 @@ def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
 # -- descriptions ------------------------------------------------------------------------------------
 
 
-def describe_parts(backend: Backend, target: Target, source: Source, described: Values) -> dict[str, Any]:
+def describe_parts(backend: Backend, target: Target, source: Source, described: Values, carry_objects: bool) -> dict[str, Any]:
     """What this rank tells the others: its target, and what it passes."""
-    return {"targets": _target_part(target), "sources": _source_part(backend, source, described)}
+    return {"targets": _target_part(target), "sources": _source_part(backend, source, described, carry_objects)}
 
 
 def _target_part(target: Target) -> dict[str, Any]:
@@ -133,10 +141,9 @@ def _without_content(entry: Entry) -> Entry:
     return Entry({"T": [spec.dtype, list(spec.shape), ""]})
 
 
-def _source_part(backend: Backend, source: Source, described: Values) -> dict[str, Any]:
-    groups = describe(
-        backend.tensors, {("group", i): fields for i, (_, fields) in enumerate(source.groups)}, inline=True
-    )
+def _source_part(backend: Backend, source: Source, described: Values, carry_objects: bool) -> dict[str, Any]:
+    fields = {("group", i): fields for i, (_, fields) in enumerate(source.groups)}
+    groups = describe(backend.tensors, fields, carry_objects=carry_objects, inline=True)
     return {
         "given": sorted(source.given),
         "entries": pack_entries(described.entries),
@@ -222,7 +229,7 @@ def _write(
         call.backend.tensors.copy(prepared.copies)
         _transfer(call, described, result, prepared)
         _commit(call.backend, target, result, prepared, fields)
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001  # `finish` tells the others and raises
         error = caught
     call.finish(error)
 

@@ -163,7 +163,8 @@ def describe_source(
     def read(key: Key, spec: TensorSpec) -> TensorSpec:
         if held is None or key[0] != "state" or prod(spec.shape) != 1 or held.rules.get(key[2]) == REPLICATED:
             return spec
-        seen = read_state(spec, held.params.get(held.names.get(key[1], key[1])), None, me)
+        fqn: str = key[1]
+        seen = read_state(spec, held.params.get(held.names.get(fqn, fqn)), None, me)
         return seen if seen.form == AMBIGUOUS else spec
 
     described = describe(tensors, live, read, carry_objects=broadcast)

@@ -70,12 +70,29 @@ def read_state(spec: TensorSpec, param: TensorSpec | None, rule: Rule | None, me
     if rule == REPLICATED:
         return spec
     if callable(rule):
-        return TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS) if fits else spec
+        return _read_by(rule, spec, param, me)
     if not fits:
         return spec
     if rule == LIKE_PARAM or (prod(spec.shape) != 1 and _decisive(param)):
         return TensorSpec(spec.dtype, param.shape, param.layout, LOCAL)
     return TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS)
+
+
+def _read_by(rule: Callable[[TensorSpec, Shape], Layout | None], spec: TensorSpec, param: TensorSpec, me: int) -> TensorSpec:
+    """The one global shape, of those that state most often has, whose layout gives rank `me` the shape of `spec`.
+
+    Where none does, the tensor is everybody's if the rule says so.
+    """
+    readings = []
+    for shape in {param.shape: None, **dict.fromkeys(_statistics(param.shape))}:
+        layout = rule(param, shape)
+        if layout is None:
+            readings += [spec] * (shape == spec.shape)
+        elif len(layout.splits) == len(shape) and (box := layout.box(shape, me)) and box.shape == spec.shape:
+            readings.append(TensorSpec(spec.dtype, shape, layout, LOCAL))
+    if not readings and rule(param, spec.shape) is None:
+        return spec
+    return readings[0] if len(readings) == 1 else TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS)
 
 
 def _decisive(param: TensorSpec) -> bool:

@@ -27,7 +27,7 @@ def message_limit(ranks: int) -> int:
     text = os.environ.get(BUCKET_VARIABLE, "64")
     try:
         bucket = int(float(text) * 2**20)
-    except ValueError:
+    except (ValueError, OverflowError):
         bucket = 0
     if bucket < 1:
         raise OptionError(f"{BUCKET_VARIABLE}={text!r} must be a positive number of MiB")

@@ -184,8 +184,8 @@ def join(backend: str, reports: Sequence[Mapping[str, Any]]) -> Outcome:
         raise RefusedError(root["refused"])
     costs = [_cost(ranks) for ranks in zip(*(report["costs"] for report in reports), strict=False)]
     checks = [_check(ranks) for ranks in zip(*(report["checks"] for report in reports), strict=False)]
-    texts = [root[name] for name in ("how", "legend")]
-    return Outcome(backend, root["versions"], len(reports), root["title"], list(root["meshes"]), *texts, costs, checks)
+    meshes, how, legend = list(root["meshes"]), root["how"], root["legend"]
+    return Outcome(backend, root["versions"], len(reports), root["title"], meshes, how, legend, costs, checks)
 
 
 def _cost(ranks: Sequence[Mapping[str, Any]]) -> Cost:

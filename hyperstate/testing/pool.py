@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from ..backend import GROUP
 
@@ -31,7 +32,7 @@ MARK = "\x1ehyperstate "
 START_TIMEOUT_S = 120.0
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818  # a failed assertion, not an error of this library
     """What went wrong, by rank."""
 
 
@@ -48,10 +49,10 @@ class Pool:
         self.backend, self.ranks = backend, ranks
         self._workers: list[_Worker] = []
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
     def run(
@@ -100,7 +101,7 @@ class _Worker:
 
     def __init__(self, backend: str, rank: int, ranks: int, port: int) -> None:
         self.rank = rank
-        self._log: IO[bytes] = tempfile.TemporaryFile()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `kill`
         environment = {
             **os.environ,
             "RANK": str(rank),
@@ -150,17 +151,13 @@ class _Worker:
         return self._log.read().decode(errors="replace")
 
     def kill(self) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
-                try:
+                with suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
 
 
 def _free_port() -> int:

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,7 +45,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 
 def the_example_trains_on_as_in_one_process(kit: Any, file: str) -> dict[str, Any]:
     """The file into a sharded net by hyperstate, and into one process by PyTorch's loaders; two steps of both."""
-    held = torch.load(file, weights_only=True)
+    held = torch.load(file, weights_only=True, map_location="cpu")
     torch.manual_seed(7 + kit.rank)  # what is not loaded will differ
     model = SpeakerEncoder()
     fully_shard(model, mesh=kit.mesh((kit.world,), ("shard",)), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
@@ -98,7 +97,6 @@ def the_comparison_finds(kit: Any, fault: str) -> list[dict[str, Any]]:
         if fault == "one bit of a weight" and last:
             parameter._local_tensor[-1, -1] = torch.nextafter(parameter._local_tensor[-1, -1], torch.tensor(9.0))
         elif fault == "minus zero in a moment" and last:
-            assert 0 == state["exp_avg"]._local_tensor[0, 0] * 0
             for run, zero in ((first, 0.0), (second, -0.0)):
                 run.optimizer.state[run.model.get_parameter("head.weight")]["exp_avg"]._local_tensor[0, 0] = zero
         elif fault == "a counter":
@@ -109,13 +107,6 @@ def the_comparison_finds(kit: Any, fault: str) -> list[dict[str, Any]]:
             group["lr"] *= 2
         elif fault == "a dtype":
             state["step"] = state["step"].double()
-    if fault == "minus zero in a moment" and not last:
-        pass  # only the last rank's shard has the changed element
     report = demo.Report()
     demo._compare(report, fault, first, second)
     return report.checks
-
-
-def idle(kit: Any) -> int:
-    dist.barrier()
-    return int(kit.rank)

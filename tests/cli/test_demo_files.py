@@ -62,7 +62,7 @@ def test_a_hugging_face_folder_reaches_the_verdict(hyperstate: Run, folder: Path
     found = done.json()
     assert found["equal"]
     assert found["title"].startswith("llama in ")
-    assert "10 tensors, 1,670 elements" in found["title"]
+    assert "10 tensors, 1,450 elements" in found["title"]
     assert [cost["call"] for cost in found["costs"]][0].startswith("the file into 4 ranks")
 
 

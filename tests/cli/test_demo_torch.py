@@ -34,7 +34,7 @@ def pair() -> Iterator[Pool]:
         ("minus zero in a moment", "optimizer head.weight exp_avg"),
         ("a counter", "optimizer head.weight step"),
         ("a missing moment", "optimizer head.weight exp_avg_sq"),
-        ("a learning rate", "group of blocks.0.0.bias"),
+        ("a learning rate", "group of tokens.weight"),
         ("a dtype", "optimizer head.weight step"),
     ],
 )

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
-from torch_nets import Net, assert_same, cloned, frozen_copy, fsdp, mesh_of, snapshot, train
+from torch_nets import Net, assert_same, cloned, frozen_copy, fsdp, mesh_of, snapshot, train, without_groups
 
 import hyperstate.compat.dcp as ours
 
@@ -53,14 +53,13 @@ def crossing(kit: Any, form: str) -> None:
             continue  # PyTorch's setter fails on its own flat form; the plain tests show what is readable
         weights, state = getter.get_state_dict(model, optimizer, options=theirs.StateDictOptions(**get))
         target, fresh = build(1, lr=0.5)
-        setter.set_state_dict(
-            target,
-            fresh,
-            model_state_dict=cloned(weights),
-            optim_state_dict=cloned(state),
-            options=theirs.StateDictOptions(**put),
-        )
-        assert_same(expected, snapshot(target, fresh))
+        options = theirs.StateDictOptions(**put)
+        # One after the other: PyTorch's set_state_dict hangs where the model's dict is empty on some ranks only.
+        setter.set_optimizer_state_dict(target, fresh, cloned(state), options=options)
+        setter.set_model_state_dict(target, cloned(weights), options=options)
+        what = without_groups if setter is theirs else dict
+        assert_same(what(expected), what(snapshot(target, fresh)))
+        assert 0.01 == fresh.param_groups[0]["lr"]
 
 
 def through_files(kit: Any, folder: str) -> None:
@@ -74,6 +73,5 @@ def through_files(kit: Any, folder: str) -> None:
     ours.set_state_dict(target, fresh, model_state_dict=room["model"], optim_state_dict=room["optim"])
     for one in ((model, optimizer), (target, fresh)):
         train(*one, 1, first=2)
-    values = snapshot(model, optimizer)
-    assert_same({k: v for k, v in values.items() if k[:5] != "group"}, {k: v for k, v in snapshot(target, fresh).items() if k[:5] != "group"})
+    assert_same(without_groups(snapshot(model, optimizer)), without_groups(snapshot(target, fresh)))
     assert optimizer.param_groups[0]["lr"] == fresh.param_groups[0]["lr"]

@@ -195,3 +195,21 @@ def test_meshes_come_once_in_order_of_appearance():
     other = row([2, 3])
     specs = [param((4, 3)), plain(2), param((4,), Layout(other, ((0,),))), param((8, 3))]
     assert [PAIR, other] == meshes_of(specs)
+
+
+def rows_cut(spec, shape):
+    """A rule: what has the parameter's rows is cut as they are, all else is everybody's."""
+    assert spec.layout is not None
+    if shape and shape[0] == spec.shape[0]:
+        return Layout(spec.layout.mesh, (spec.layout.splits[0], *((),) * (len(shape) - 1)))
+    return None
+
+
+def test_a_function_tells_how_a_live_plain_tensor_is_laid_out():
+    found = read_state(plain(2), param((4, 6)), rows_cut, 0)
+    assert found == TensorSpec("float32", (4,), Layout(ROWS.mesh, ((0,),)), LOCAL)
+    assert read_state(plain(6), param((4, 6)), rows_cut, 0) == plain(6)
+
+
+def test_a_function_under_which_two_readings_fit_decides_nothing():
+    assert read_state(plain(2), param((4, 2)), rows_cut, 0).form == AMBIGUOUS

@@ -33,6 +33,8 @@ class Tensor:
         self.device = check_device(device)
         self.requires_grad = requires_grad
         self.grad: Tensor | None = None
+        self.home: str | None = None
+        """Where a meta tensor is to live once it has values, if the user told (``device=``)."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from hyperstate.errors import OptionTypeError
+from hyperstate.errors import OptionError, OptionTypeError
 
-from .arrays import Tensor
+from .arrays import META, Tensor, check_device
 from .fabric import NumpyControl, NumpyFabric
 from .model import NumpyModel
 from .modules import Module
@@ -39,7 +39,8 @@ class NumpyBackend:
             if not isinstance(part, Module):
                 raise OptionTypeError(f"a part of the model is a {type(part).__qualname__}, not a Module")
         if device is not None:
-            self.tensors.place_named(device)
+            if check_device(device) == META:
+                raise OptionError("device='meta' has no storage to load into; name 'cpu' or 'sim'")
         return NumpyModel(parts, self.tensors, device)
 
     def optimizer(self, optimizer: Any) -> NumpyOptimizer:

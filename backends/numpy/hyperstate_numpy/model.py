@@ -11,7 +11,7 @@ from hyperstate.errors import IncompatibleStateError, OptionError
 
 from .modules import Module
 from .sharded import plain
-from .tensors import NumpyTensors, is_sharded
+from .tensors import NumpyTensors
 
 EXTRA_STATE = "_extra_state"
 """Last part of the FQN of a module's extra state."""
@@ -21,7 +21,7 @@ class NumpyModel:
     """See `hyperstate.backend.Model`."""
 
     def __init__(self, parts: Sequence[Module], tensors: NumpyTensors, device: str | None) -> None:
-        self._tensors, self._parts, self._device = tensors, parts, device
+        self._tensors, self._parts = tensors, parts
         self._entries: dict[str, ModelEntry] = {}
         self._names: dict[int, list[str]] = {}
         self._params: dict[str, Any] = {}
@@ -33,6 +33,8 @@ class NumpyModel:
                     hook(module)
         first: dict[int, str] = {}
         for part in parts:
+            for _, value in (*part.named_parameters(), *part.named_buffers()):
+                plain(value).home = device
             for prefix, module in part.named_modules():
                 self._read(prefix, module, first)
 
@@ -84,13 +86,7 @@ class NumpyModel:
         entry = self._entries[fqn]
         if entry.kind == "extra":
             return None
-        if not self._tensors.is_meta(entry.value):
-            return entry.value
-        if self._device is None and not is_sharded(entry.value):
-            raise OptionError(
-                f"{fqn!r} is a meta tensor without a mesh, which does not tell where it is to live; pass device="
-            )
-        return None
+        return None if self._tensors.is_meta(entry.value) else entry.value
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Give meta tensors the memory of the values, and modules their extra state; report what stays meta."""
@@ -100,7 +96,7 @@ class NumpyModel:
                 continue
             old, new = plain(self._entries[fqn].value), self._tensors.local(value)
             if self._tensors.is_meta(old):
-                old.become(new if is_sharded(value) or self._device is None else new.clone(self._device))
+                old.become(new)
             else:
                 self._tensors.copy([(old, new)])
         left = [

@@ -69,20 +69,18 @@ class NumpyTensors:
         return found
 
     def place(self, value: Any) -> Place:
-        """The device of `value`, None for the host; of a sharded meta tensor, the device of its mesh."""
+        """The device of `value`, None for the host; of a meta tensor, its mesh's device or its `home`."""
         device = self.local(value).device
-        if device == META:
-            if not is_sharded(value):
+        if device == META and is_sharded(value):
+            kind = value.device_mesh.device_type
+            device = kind() if callable(kind) else kind
+        elif device == META:
+            if value.home is None:
                 raise UnsupportedConfigurationError(
                     "a meta tensor without a mesh does not tell where it is to live; pass device="
                 )
-            kind = value.device_mesh.device_type
-            device = kind() if callable(kind) else kind
+            device = value.home
         return None if device == CPU else device
-
-    def place_named(self, device: str) -> Place:
-        """The place that a user's ``device=`` names."""
-        return None if arrays.check_device(device) == CPU else device
 
     def empty(self, shape: Shape, dtype: str, place: Place) -> Tensor:
         """Fresh memory, recognisably unwritten (`arrays.POISON`)."""

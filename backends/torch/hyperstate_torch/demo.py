@@ -79,7 +79,10 @@ def rank_main(kit: Any, *, folder: str | None = None, file: str | None = None) -
     given, report.refused = _agree_on_input(kit, folder, file)
     if given is not None:
         report.title = given.title
-        _demo(kit, given, report)
+        try:
+            _demo(kit, given, report)
+        except RefusedInputError as error:
+            report.refused = str(error)
     return asdict(report)
 
 
@@ -106,8 +109,11 @@ def _demo(kit: Any, given: Input, report: Report) -> None:
     meter = _Meter(kit, report)
     _warm_up(kit, one, two)
     if given.values is not None:
-        with meter(f"the file into {kit.world} ranks", OURS):
-            _load_file(kit, given, first)
+        try:
+            with meter(f"the file into {kit.world} ranks", OURS):
+                _load_file(kit, given, first)
+        except hyperstate.HyperstateError as error:  # on all ranks alike
+            raise RefusedInputError(str(error)) from error
         _compare(report, "after loading: one process that loaded with PyTorch's own", first, alone)
     first.train(0, BEFORE)
     _move(kit, meter, first, second, target)

@@ -198,7 +198,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         raise RefusedInputError(f"{index} has no 'weight_map' of tensor names to file names")
     found: dict[Path, set[str]] = {}
     for name, file in names.items():
-        if PurePosixPath(file).name != file or "\\" in file or file in (".", ".."):
+        if PurePosixPath(file).name != file or "\\" in file or file in ("", ".", ".."):
             raise RefusedInputError(f"{index} names {file!r} for {name!r}; only a file of this folder may stand there")
         if not (folder / file).is_file():
             raise RefusedInputError(f"{index} names {file!r} for {name!r}, which is not in {folder}")

@@ -142,7 +142,7 @@ class Exchange:
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 done = work is None or _wait(work, left, self._on_device)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # whatever the library raises, a peer was lost
                 self._fail(peer, f"{type(error).__name__}: {error}", error)
             if not done:
                 self._fail(peer, f"no answer within {timeout:g} s", None)
@@ -232,7 +232,7 @@ class TorchControl:
         """This rank's notes on the store that is in use."""
         if default_group() is None:
             return self._alone
-        self._store()
+        self._ask(lambda _: None)
         return self._notes[self._note]
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
@@ -251,6 +251,7 @@ class TorchControl:
         c10d: Any = dist.distributed_c10d
         base = c10d._get_default_store()
         if base is not self._seen:
+            base.check(["hyperstate"])  # a store whose keeper is gone says so at once; to clone it would wait
             try:
                 own = base.clone()  # a connection of its own: a long wait on the user's does not hold up ours
             except (AttributeError, RuntimeError):

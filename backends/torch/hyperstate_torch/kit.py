@@ -7,6 +7,7 @@ import zlib
 from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Perceptron(torch.nn.Module):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = pairwise(sizes)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(n, m) for n, m in pairs)
         self.norm = torch.nn.BatchNorm1d(sizes[1])
 
@@ -51,7 +52,7 @@ class LocalAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.999)})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss is returned
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]  # no loss is returned
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -77,7 +78,7 @@ class Custom(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss is returned
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]  # no loss is returned
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -27,11 +27,14 @@ def a_rank_that_died_before_the_call_is_named_as_absent(kit: Kit, dead: int) -> 
     return text
 
 
-@case(4, lost=(0,))
-def the_death_of_rank_0_reaches_all(kit: Kit) -> None:
-    """Where rank 0 keeps the key-value store, nobody can be told more than that."""
+@case(4, lost=(0,), used=[True])
+@case(2, lost=(0,), used=[False])
+def the_death_of_rank_0_reaches_all(kit: Kit, used: bool) -> None:
+    """Where rank 0 keeps the key-value store, nobody can be told more than that. `used`: a call was made before."""
     model, optimizer = build_stepped(kit, "fsdp")
     before = live(kit, model, optimizer)
+    if used:
+        hs.get_model_state_dict(model, options=FULL)
     if kit.rank == 0:
         kit.die()
     time.sleep(0.5)
