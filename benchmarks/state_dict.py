@@ -130,7 +130,8 @@ def operations(model: Any, args: argparse.Namespace) -> dict[str, dict[str, Call
     import hyperstate as hs
 
     optimizer = new_optimizer(model, True)
-    local = sum(p.to_local().numel() * 4 for p in model.parameters())
+    # The mean shard, equal on all ranks: the floor's messages must match, uneven shards or not.
+    local = sum(p.numel() * 4 for p in model.parameters()) // (dist.get_world_size() // (2 if args.hsdp else 1))
     full_cpu = {"full_state_dict": True, "cpu_offload": True}
     bcast = {"full_state_dict": True, "broadcast_from_rank0": True}
     root = dist.get_rank() == 0

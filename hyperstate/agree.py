@@ -128,6 +128,9 @@ class Call:
             self._judge(deadline)
         verdict = self._verdict(deadline)
         if verdict.get("sets"):
+            counters = self._memory("calls")
+            for name, number in verdict["calls"].items():  # both calls are over, also for who made only one of them
+                counters[name] = max(counters.get(name, 0), number)
             raise ParticipantsError(verdict["sets"])
         if verdict.get("absent"):
             raise AbsentRankError(verdict["absent"])
@@ -201,9 +204,9 @@ class Call:
             f"the ranks disagree about who takes part: {first[1]} is called for {list(first[0])}, "
             f"{second[1]} for {list(second[0])}; pass the same ranks= on all of them"
         )
-        self._memory("calls")[there["set"]] = there["number"]
-        self._decide(self._prefix, {"sets": text})
-        self._decide(f"{there['set']}/{there['number']}/1", {"sets": text})
+        verdict = {"sets": text, "calls": {self._set: self._number, there["set"]: there["number"]}}
+        self._decide(self._prefix, verdict)
+        self._decide(f"{there['set']}/{there['number']}/1", verdict)
 
     def _forget_last_call(self) -> None:
         """Delete what this rank posted in its last call with these ranks: all have left that call by now."""

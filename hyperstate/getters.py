@@ -13,7 +13,7 @@ from .backend import Backend, Local, Place
 from .collect import Held
 from .describe import content_digest, is_opaque, rebuild, show
 from .errors import Fault, raise_faults
-from .layout import Box, Layout, whole
+from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
 from .plan import Move, plan, to_ranks
 from .schema import LEAF, Entry, Key, TensorSpec, pack_entries

@@ -7,7 +7,9 @@ that is merely registered fails the tests that need it. Unit tests need none.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -53,8 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _end_run(config: pytest.Config) -> None:
-    config.get_terminal_writer().line(f"\nthe run took more than {RUN_LIMIT_S:.0f} s and was ended")
-    config.get_terminal_writer().flush()
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    sys.__stderr__.write(f"\nthe run took more than {RUN_LIMIT_S:.0f} s and was ended here:\n")
+    faulthandler.dump_traceback(sys.__stderr__)
     os._exit(pytest.ExitCode.INTERRUPTED)
 
 

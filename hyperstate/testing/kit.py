@@ -104,4 +104,4 @@ class Kit(Protocol):
         """Counts of this rank since the last reset: exchanges, messages, bytes_sent, bytes_received."""
 
     def die(self, exchange: int = 0) -> None:
-        """End this rank without a word to the others: at once, or at the start of its `exchange`-th exchange from now."""
+        """End this rank without a word to the others: at once, or when its `exchange`-th exchange from now starts."""

@@ -48,7 +48,9 @@ def the_example_trains_on_as_in_one_process(kit: Any, file: str) -> dict[str, An
     held = torch.load(file, weights_only=True, map_location="cpu")
     torch.manual_seed(7 + kit.rank)  # what is not loaded will differ
     model = SpeakerEncoder()
-    fully_shard(model, mesh=kit.mesh((kit.world,), ("shard",)), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    fully_shard(
+        model, mesh=kit.mesh((kit.world,), ("shard",)), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5, foreach=False)
     root = kit.rank == 0
     hyperstate.set_state_dict(
@@ -68,7 +70,13 @@ def the_example_trains_on_as_in_one_process(kit: Any, file: str) -> dict[str, An
     moved = float((alone.linear.weight.detach() - held["model_state"]["linear.weight"]).abs().max())
     steps = {float(slots["step"]) for slots in optimizer.state.values()}
     after = _differences(model, optimizer, alone, theirs)
-    return {"before": before, "after": after, "moved": moved > 0, "steps": sorted(steps), "lr": optimizer.param_groups[0]["lr"]}
+    return {
+        "before": before,
+        "after": after,
+        "moved": moved > 0,
+        "steps": sorted(steps),
+        "lr": optimizer.param_groups[0]["lr"],
+    }
 
 
 def _differences(model: Any, optimizer: Any, alone: Any, theirs: Any) -> list[str]:

@@ -26,7 +26,11 @@ BODIES = Path(__file__).with_name("bodies_torch.py")
 def weights() -> dict[str, torch.Tensor]:
     """A tiny language model as such folders hold it: bfloat16, a scalar parameter, an integer buffer, uneven sizes."""
     numbers = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (67, 10), "model.norm.weight": (10,), "logit_scale": ()}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (67, 10),
+        "model.norm.weight": (10,),
+        "logit_scale": (),
+    }
     for layer in range(2):
         parts = {"self_attn.q_proj": (10, 10), "self_attn.k_proj": (5, 10), "mlp.up_proj": (23, 10)}
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
@@ -63,7 +67,7 @@ def test_a_hugging_face_folder_reaches_the_verdict(hyperstate: Run, folder: Path
     assert found["equal"]
     assert found["title"].startswith("llama in ")
     assert "10 tensors, 1,450 elements" in found["title"]
-    assert [cost["call"] for cost in found["costs"]][0].startswith("the file into 4 ranks")
+    assert found["costs"][0]["call"].startswith("the file into 4 ranks")
 
 
 def test_a_folder_is_read_tensor_by_tensor(folder: Path) -> None:
@@ -101,7 +105,13 @@ def test_a_file_that_is_not_the_example_is_fetched_again(example: Path) -> None:
 
 def test_an_index_without_the_example_is_one_message(hyperstate: Run, tmp_path: Path) -> None:
     done = hyperstate(
-        "demo", "--fetch-example", "--cache", tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), PIP_CONFIG_FILE="/dev/null"
+        "demo",
+        "--fetch-example",
+        "--cache",
+        tmp_path,
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+        PIP_CONFIG_FILE="/dev/null",
     )
     assert 2 == done.code
     assert "pip could not fetch resemblyzer==0.1.4 from the package index" in done.err
@@ -117,7 +127,8 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_own_training_state_by_name_reaches_the_verdict(hyperstate: Run, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
     optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()], "lr": 0.5}], lr=0.1
+        [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()], "lr": 0.5}],
+        lr=0.1,
     )
     model(torch.rand(4, 5)).sum().backward()
     optimizer.step()
@@ -241,7 +252,9 @@ def test_a_folder_must_have_its_parts(folder: Path) -> None:
     assert "has no config.json" in refusal(folder)
 
 
-@pytest.mark.parametrize("file", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "..", "", "a\\b"])
+@pytest.mark.parametrize(
+    "file", ["../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "..", "", "a\\b"]
+)
 def test_an_index_may_not_point_out_of_its_folder(folder: Path, file: str) -> None:
     save_file({"w": torch.ones(2)}, folder.parent / "outside.safetensors")
     write_index(folder, {"w": file})

@@ -2,8 +2,8 @@
 
 Two halves. A toy framework, in which ranks are threads: `dtypes`, `arrays`, `sharded`, `job`, `modules`,
 `optimizers`, and `standin` (a sharded tensor of somebody else's make). And the adapter to it, which an
-author of a new backend may read as a model: `backend`, `tensors`, `fabric`, `model`, `optimizer`, and
-`kit` for the conformance suite.
+author of a new backend may read as a model: `backend`, `tensors`, `fabric`, `model`, `optimizer`, with
+`kit` for the conformance suite and `demo` for the command.
 """
 
 from __future__ import annotations

@@ -107,12 +107,12 @@ def _float8(name: str) -> tuple[Array, Array]:
 
 
 def _to_float8(numbers: Array, name: str) -> Array:
-    ladder = _float8(name)[1].astype(np.float64)
     size = np.abs(numbers.astype(np.float64))
-    above = np.clip(np.searchsorted(ladder, size), 1, len(ladder) - 1)
-    low, high = ladder[above - 1], ladder[above]
     if name == "float8_e8m0fnu":
         return _to_exponent(numbers, size)
+    ladder = _float8(name)[1].astype(np.float64)
+    above = np.clip(np.searchsorted(ladder, size), 1, len(ladder) - 1)
+    low, high = ladder[above - 1], ladder[above]
     nearer = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
     code = np.where(nearer | (size >= high), above, above - 1)
     negative = np.signbit(numbers)

@@ -334,7 +334,7 @@ def _origin(hook: Any) -> str:
 
 
 def _patched(method: Any) -> bool:
-    """Whether a method was put on the object by ``_patch_model_state_dict``, PyTorch's or hyperstate's: it leads here."""
+    """Whether ``_patch_model_state_dict``, PyTorch's or hyperstate's, put a method on the object: it leads here."""
     return _origin(method) in ("torch.distributed.checkpoint.state_dict", "hyperstate.compat.dcp")
 
 

@@ -40,7 +40,7 @@ class TorchTensors:
         """Where plain meta tensors are to live in the call under way, if its ``device=`` tells."""
 
     def spec(self, value: Any) -> TensorSpec | None:
-        """See `hyperstate.backend.Tensors`. Refuses sparse, nested, lazy and quantised tensors and opaque subclasses."""
+        """See `hyperstate.backend.Tensors`. Refuses sparse, nested, lazy, quantised tensors and opaque subclasses."""
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             _check_storage(value)
