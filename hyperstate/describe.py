@@ -16,6 +16,7 @@ from .schema import (
     Entry,
     Key,
     TensorSpec,
+    counter_entry,
     counter_of,
     put_together,
     take_apart,
@@ -64,7 +65,7 @@ def describe(
             if read is not None:
                 spec = read(key, spec)
             if (tiny(spec) or (inline and spec.layout is None)) and not spec.form and not tensors.is_meta(item):
-                pending.append(_Pending({}, spec, item))
+                pending.append(_Pending(key, {}, spec, item))
                 result.counters.setdefault(key, []).append(item)
                 return pending[-1].skeleton
             leaves.append(item)
@@ -80,6 +81,8 @@ def describe(
     contents = tensors.raw([tensors.local(one.tensor) for one in pending])
     for one, content in zip(pending, contents, strict=True):
         one.skeleton.update(tiny_skeleton(one.spec, content))
+        if result.entries[one.key].skeleton is one.skeleton:
+            result.entries[one.key] = counter_entry(one.spec, content)
     result.objects = {key: values[key] for key, one in result.entries.items() if is_opaque(one.skeleton)}
     return result
 
@@ -87,6 +90,7 @@ def describe(
 class _Pending(NamedTuple):
     """A counter whose content is read later, with all others."""
 
+    key: Key
     skeleton: dict[str, Any]
     spec: TensorSpec
     tensor: Tensor

@@ -16,7 +16,7 @@ from .errors import Fault, raise_faults
 from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
 from .plan import Move, plan, to_ranks
-from .schema import LEAF, Entry, Key, TensorSpec, pack_entries
+from .schema import Entry, Key, TensorSpec, pack_entries, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, is_sharded
 from .transfer import message_limit, run
 
@@ -93,7 +93,7 @@ def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) ->
     """
     _mark_replicas(call.backend, held, every=not root_only and not call.alone)
     groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
-    params = {("param", fqn): Entry(LEAF, (replace(spec, form=""),)) for fqn, spec in held.params.items()}
+    params = {("param", fqn): tensor_entry(replace(spec, form="")) for fqn, spec in held.params.items()}
     parts = call.describe(
         faults, {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
     )

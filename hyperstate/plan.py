@@ -29,8 +29,7 @@ class Copy(NamedTuple):
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One tensor's way from one layout to another.
 
     `index` names the tensor to the caller; `forward` says that the source storage is what an

@@ -25,7 +25,7 @@ class Mode(NamedTuple):
     check_sources: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Write:
     """One value for this rank: the source's entry, and where each of its tensors goes.
 
@@ -37,7 +37,7 @@ class Write:
     targets: tuple[TensorSpec, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class Delivery:
     """One tensor leaf on its way; `number` is the position of `key`'s leaf."""
 
@@ -114,6 +114,8 @@ class Resolver:
     def _chosen(self, key: Key, target: Variant) -> list[Variant]:
         """The source variants that serve `target`; empty if there is none."""
         given = self.sources.get(key, [])
+        if len(given) == 1 and len(given[0].ranks) == 1 and self.mode.broadcast:
+            return given
         passing = {rank: variant for variant in given for rank in variant.ranks}
         if not passing:
             return []
@@ -151,9 +153,9 @@ class Resolver:
         if not chosen:
             self._missing(key[1], target)
             return None
-        mine = {rank: variant.entry for variant in chosen for rank in variant.ranks}
         if self.mode.broadcast or chosen[0].layout() is not None:
             return chosen[0].entry if self._complete(key, chosen) else None
+        mine = {rank: variant.entry for variant in chosen for rank in variant.ranks}
         lacking = [rank for rank in target.ranks if rank not in mine]
         if lacking:
             self._fault(lacking[0], f"{show(key)} is passed on ranks {sorted(mine)}, not on {lacking}")
@@ -165,6 +167,8 @@ class Resolver:
 
     def _complete(self, key: Key, chosen: Sequence[Variant]) -> bool:
         """Whether the ranks that pass a sharded value hold all of it; a fault is noted otherwise."""
+        if chosen[0].layout() is None:
+            return True
         passing = {rank for variant in chosen for rank in variant.ranks}
         for spec in chosen[0].entry.leaves:
             if spec.layout is not None and spec.layout.held_by(spec.shape, passing) is None:
@@ -240,7 +244,7 @@ class Resolver:
         self, key: Key, target: Variant, param: TensorSpec, entry: Entry, chosen: Sequence[Variant]
     ) -> tuple[TensorSpec, ...] | None:
         """Where the tensors of one state value go; None after noting a fault."""
-        kept = next((v.entry for v in self.targets.get(key, []) if set(v.ranks) & set(target.ranks)), None)
+        kept = next((v.entry for v in self.targets.get(key, ()) if _meet(v.ranks, target.ranks)), None)
         old = kept.single if kept is not None else None
         have = entry.single
         if have is None:
@@ -298,13 +302,15 @@ class Resolver:
     def _deliver(
         self, key: Key, target: Variant, chosen: Sequence[Variant], entry: Entry, specs: tuple[TensorSpec, ...]
     ) -> None:
-        ranks = tuple(sorted({rank for variant in chosen for rank in variant.ranks}))
+        ranks = chosen[0].ranks
+        if len(chosen) > 1:
+            ranks = tuple(sorted({rank for variant in chosen for rank in variant.ranks}))
         for i, (have, want) in enumerate(zip(entry.leaves, specs, strict=False)):
             source = have.layout.held_by(have.shape, ranks) if have.layout else None
             source = source or to_ranks(ranks, have.shape)
-            goal = want.layout or to_ranks(target.ranks, want.shape)
+            goal = want.layout or to_ranks(target.holders(), want.shape)
             self.out.deliveries.append(Delivery(key, i, have, source, want, goal))
-        if self.me in target.ranks:
+        if self.me in target.holders():
             self.out.writes[key] = Write(key, entry, specs)
 
     def _unexpected(self) -> None:
@@ -331,6 +337,11 @@ class Resolver:
         section = "param" if key[0] in ("state", "named") else key[0]
         holding = {rank for variant in self.targets.get((section, key[1]), []) for rank in variant.ranks}
         return [rank for rank in passing if rank not in holding]
+
+
+def _meet(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether two sets of ranks have one in common."""
+    return a is b or a == b or bool(set(a) & set(b))
 
 
 def _plain(entry: Entry) -> tuple[TensorSpec, ...]:

@@ -109,6 +109,12 @@ def tensor_entry(spec: TensorSpec) -> Entry:
     return Entry(LEAF, (spec,))
 
 
+@lru_cache(maxsize=1 << 14)
+def counter_entry(spec: TensorSpec, content: bytes) -> Entry:
+    """The entry of a value that is one counter."""
+    return Entry(tiny_skeleton(spec, content))
+
+
 def counter_of(skeleton: Any) -> tuple[TensorSpec, bytes]:
     """Spec and bytes of a tensor that travels in its skeleton."""
     dtype, shape, content = skeleton["T"]

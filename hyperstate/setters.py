@@ -17,7 +17,7 @@ from .fields import new_fields
 from .layout import Box, whole
 from .plan import Move, plan
 from .resolve import Mode, Resolution, Resolver, Write
-from .schema import LEAF, Entry, Key, TensorSpec, counter_of, pack_entries
+from .schema import LEAF, Entry, Key, TensorSpec, counter_entry, counter_of, pack_entries, tensor_entry
 from .sourcing import Source
 from .statelayout import LOCAL
 from .transfer import message_limit, run
@@ -50,7 +50,7 @@ class Target:
         return ["model"] * model + ["optimizer"] * bool(self.held.params)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Slot:
     """Memory for one tensor leaf: what this rank keeps of it, and the value to hand over if it is fresh."""
 
@@ -123,7 +123,7 @@ def describe_parts(backend: Backend, target: Target, source: Source, described: 
 
 def _target_part(target: Target) -> dict[str, Any]:
     held = target.held
-    entries: dict[Key, Entry] = {("param", fqn): Entry(LEAF, (spec,)) for fqn, spec in held.params.items()}
+    entries: dict[Key, Entry] = {("param", fqn): tensor_entry(spec) for fqn, spec in held.params.items()}
     for key, entry in held.values.entries.items():
         if key[0] == "state":
             entries[key] = _without_content(entry)
@@ -136,9 +136,7 @@ def _target_part(target: Target) -> dict[str, Any]:
 def _without_content(entry: Entry) -> Entry:
     """An entry whose counters show dtype and shape alone: targets are replaced, so their values don't matter."""
     spec = entry.single
-    if spec is None or entry.skeleton == LEAF:
-        return entry
-    return Entry({"T": [spec.dtype, list(spec.shape), ""]})
+    return entry if spec is None or entry.leaves else counter_entry(spec, b"")
 
 
 def _source_part(backend: Backend, source: Source, described: Values, carry_objects: bool) -> dict[str, Any]:
@@ -171,6 +169,7 @@ def _prepare(backend: Backend, target: Target, result: Resolution) -> _Prepared:
     """Memory for every value of this rank: the target's own, or fresh. What can fail fails here."""
     prepared = _Prepared()
     me = backend.fabric.rank()
+    contents: dict[Entry, Local] = {}
     for key, write in result.writes.items():
         single = write.source.single
         for i, spec in enumerate(write.targets):
@@ -179,10 +178,11 @@ def _prepare(backend: Backend, target: Target, result: Resolution) -> _Prepared:
                 continue
             prepared.slots[key, i] = slot
             if single is not None and write.source.skeleton != LEAF:
-                have, data = counter_of(write.source.skeleton)
-                value = backend.tensors.from_raw(data, have, None)
+                if write.source not in contents:
+                    have, data = counter_of(write.source.skeleton)
+                    contents[write.source] = backend.tensors.from_raw(data, have, None)
                 if slot.box.size:
-                    prepared.copies.append((slot.local, backend.tensors.view(value, slot.box)))
+                    prepared.copies.append((slot.local, backend.tensors.view(contents[write.source], slot.box)))
     return prepared
 
 
@@ -202,7 +202,7 @@ def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, single: 
         return _Slot(tensors.empty(box.shape, spec.dtype, place), box, spec)
     old = target.held.live.get(key)
     kept = target.held.values.entries.get(key)
-    if single and kept is not None and tensors.spec(old) is not None:
+    if single and kept is not None:
         was = kept.single
         if was is not None and (was == spec or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
             return _Slot(tensors.local(old), box, spec, old)

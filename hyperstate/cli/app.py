@@ -77,6 +77,8 @@ def demo(
     console, errors = Console(highlight=False), Console(stderr=True, highlight=False, soft_wrap=True)
     choice = Choice(backend, ranks, model, checkpoint, fetch_example, cache, timeout, verbose)
     try:
+        if json not in (None, "-") and not Path(str(json)).absolute().parent.is_dir():
+            raise RefusedError(f"--json {json}: there is no folder {Path(str(json)).absolute().parent}")
         if json == "-":
             outcome = run(choice)
             sys.stdout.write(as_json(outcome) + "\n")

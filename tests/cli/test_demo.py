@@ -50,12 +50,6 @@ def test_the_demo_reaches_its_verdict_and_writes_it_as_json(hyperstate: Run, bac
     assert all(cost["messages"] > 0 and cost["sent"] > 100_000 and cost["wall"] > 0 for cost in moved)
 
 
-def test_json_on_standard_output_stands_alone(hyperstate: Run, backend_name: str) -> None:
-    done = hyperstate("demo", "--backend", backend_name, "--ranks", 2, "--json", "-")
-    assert 0 == done.code
-    assert ["2-rank FSDP", "2×1 HSDP"] == done.json()["meshes"]
-
-
 def test_values_that_differ_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = dataclasses.replace(GOOD, checks=[Check("2 steps later", 3, ["optimizer a.weight exp_avg"])])
     codes = {}
@@ -129,14 +123,14 @@ def test_what_can_not_run_is_refused_in_one_message(
     assert 1 == len(done.err.strip().splitlines())
 
 
-def test_a_result_that_can_not_be_written_is_one_message(hyperstate: Run, backend_name: str, tmp_path: Path) -> None:
-    done = hyperstate("demo", "--backend", backend_name, "--ranks", 2, "--json", tmp_path / "no" / "folder.json")
-    assert 2 == done.code
-    assert "the result can't be written" in done.err
+def test_a_result_that_has_nowhere_to_go_is_refused_before_the_run(hyperstate: Run, tmp_path: Path) -> None:
+    done = hyperstate("demo", "--json", tmp_path / "no" / "file.json")
+    assert (2, "") == (done.code, done.out)
+    assert f"there is no folder {tmp_path / 'no'}" in done.err
 
 
 def test_a_backend_without_files_says_which_one_reads_them(hyperstate: Run, backend_name: str, tmp_path: Path) -> None:
     done = hyperstate("demo", "--backend", backend_name, "--checkpoint", tmp_path / "missing.pt")
-    expected = "there is no file" if backend_name == "torch" else "need PyTorch: add --backend torch"
-    assert 2 == done.code
-    assert expected in done.err
+    refusal = "--model, --checkpoint and --fetch-example need PyTorch: add --backend torch"
+    expected = f"there is no file {tmp_path / 'missing.pt'}" if backend_name == "torch" else refusal
+    assert (2, "", f"hyperstate demo: {expected}\n") == done

@@ -302,7 +302,9 @@ def _is_well_formed(state: Mapping[str, Any]) -> bool:
 def _optimizer_of(path: Path, state: Mapping[str, Any]) -> MakeOptimizer:
     """Makes a fresh optimizer of the class that the state tells of, with the file's groups."""
     if not _is_well_formed(state):
-        raise RefusedInputError(f"{path} has an optimizer whose 'state' or 'param_groups' have another form than PyTorch's")
+        raise RefusedInputError(
+            f"{path} has an optimizer whose 'state' or 'param_groups' have another form than PyTorch's"
+        )
     keys = {key for slots in state["state"].values() for key in slots}
     known = [made for key, made in OPTIMIZERS.items() if key in keys]
     if len(known) != 1:

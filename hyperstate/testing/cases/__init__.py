@@ -1,7 +1,8 @@
 """The conformance cases: what every backend must do, as functions that run on every rank of a job.
 
 A case is ``case(kit, **arguments)``; it asserts by itself, and what it returns must be equal on all
-ranks. The files follow SPEC.md: forms (2, 4), loads (3, 5), values, refusals, participants (10), laws, losses.
+ranks. The files follow SPEC.md: forms (2, 4), loads,
+matching and groups (3, 5, 6), values, refusals, participants (10), laws, losses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .tools import MARK, Run
 
-FILES = ("forms", "loads", "groups", "values", "refusals", "participants", "laws", "losses")
+FILES = ("forms", "loads", "matching", "groups", "values", "refusals", "participants", "laws", "losses")
 
 
 class Case(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import hyperstate as hs
 from hyperstate.testing.cases.tools import (
+    BROADCAST,
     FLAT,
     FULL,
     FULL_FLAT,
@@ -124,6 +125,36 @@ def a_name_on_several_meshes_appears_once_on_the_lowest_rank(kit: Kit) -> None:
     assert expected == sorted(model_dict)
     assert expected == sorted(optim_dict.get("state", {}))
     assert expected == sorted(fqn for group in optim_dict.get("param_groups", []) for fqn in group["params"])
+
+
+@case(4)
+def parameters_may_live_on_different_meshes(kit: Kit) -> None:
+    """S33: dense on all ranks, experts on half a mesh, one tensor sharded in two dims, a plain gate; there and back."""
+    line, table = kit.mesh((4,), ("dp",)), kit.mesh((2, 2), ("outer", "ep"))
+    values = {"dense": grid((8, 4)), "experts": grid((4, 3, 3)), "table": grid((5, 7)), "gate": grid((3,))}
+    places: dict[str, Any] = {
+        "dense": (line, ("S0",)),
+        "experts": (table["ep"], ("S0",)),
+        "table": (table, ("S0", "S1")),
+        "gate": (None, ()),
+    }
+    model = kit.with_parameters({fqn: tensor(kit, v, places[fqn]) for fqn, v in values.items()})
+    optimizer = kit.optimizer(model)
+    alone = kit.with_parameters({fqn: tensor(kit, v) for fqn, v in values.items()})
+    stepper = kit.optimizer(alone)
+    for each in ((model, optimizer), (alone, stepper)):
+        kit.fake_step(*each)
+    expected, state = truth(kit, alone, stepper)
+    before = live(kit, model, optimizer)
+    for options, way in ((FULL, FULL), (ON_ROOT, BROADCAST), (ON_HOST, None)):
+        given = hs.get_state_dict(model, optimizer, options=options)
+        if options is FULL or (options is ON_ROOT and kit.rank == 0):
+            close(kit, expected, given[0])
+            close(kit, state, given[1]["state"])
+        other = kit.with_parameters({f: tensor(kit, v, places[f]) for f, v in values.items()})
+        fresh = kit.optimizer(other)
+        hs.set_state_dict(other, fresh, model_state_dict=given[0], optim_state_dict=given[1], options=way)
+        assert before == live(kit, other, fresh)
 
 
 # -- sharded -----------------------------------------------------------------------------------------

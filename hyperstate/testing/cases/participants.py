@@ -19,6 +19,7 @@ from hyperstate.testing.cases.tools import (
     close,
     grid,
     live,
+    on_root,
     refused,
     shown,
     silent,
@@ -46,7 +47,7 @@ def stage(kit: Kit, start: float = 0.0, kind: str = "adam") -> tuple[Any, Any, A
 
 @case(4)
 def the_caller_alone_takes_part_where_nothing_travels(kit: Kit) -> None:
-    """Sharded getters; full getters and setters of plain models; flatten and unflatten: one rank calls, the rest do not."""
+    """Sharded getters; full getters and setters of plain models; flatten and unflatten: the other ranks do not call."""
     sharded, stepper = build_stepped(kit, "fsdp")
     plain, optimizer = build_stepped(kit, "plain")
     if kit.rank != 2:
@@ -89,7 +90,7 @@ def one_mesh_takes_part_while_the_other_is_busy(kit: Kit, busy: int) -> None:
     kit.fake_step(model, optimizer)
     if kit.rank // 2 == busy:
         return
-    model_dict, optim_dict = hs.get_state_dict(model, optimizer, options=ON_ROOT)
+    model_dict, _ = hs.get_state_dict(model, optimizer, options=ON_ROOT)
     root = 2 * (1 - busy)
     assert (list(full) if kit.rank == root else []) == list(model_dict)
     before = live(kit, model, optimizer)
@@ -129,16 +130,14 @@ def ranks_names_the_trainers_of_a_job_that_has_other_ranks_too(kit: Kit, how: st
 @case(4)
 def a_stage_loads_from_its_own_root_and_needs_nothing_of_the_others(kit: Kit) -> None:
     """S34: rank 0 does not know the other stage's state; stages load one after the other."""
-    mesh, model, optimizer, full = stage(kit)
+    mesh, model, optimizer, _ = stage(kit)
     kit.fake_step(model, optimizer)
     given = hs.get_state_dict(model, optimizer, options=ON_ROOT)
     before = live(kit, model, optimizer)
     _, other, fresh, _ = stage(kit, start=900.0)
     if kit.rank >= 2:
         time.sleep(0.5)
-    hs.set_state_dict(
-        other, fresh, model_state_dict=given[0], optim_state_dict=given[1], options=BROADCAST, ranks=mesh
-    )
+    hs.set_state_dict(other, fresh, model_state_dict=given[0], optim_state_dict=given[1], options=BROADCAST, ranks=mesh)
     assert before == live(kit, other, fresh)
 
 
@@ -151,9 +150,7 @@ def a_rank_that_does_not_come_is_named(kit: Kit) -> Any:
     if kit.rank == 2:
         time.sleep(3 * CHECK_S)
     start = time.monotonic()
-    text = refused(
-        hs.AbsentRankError, hs.set_model_state_dict, model, given[0], options=FULL, timeout=CHECK_S
-    )
+    text = refused(hs.AbsentRankError, hs.set_model_state_dict, model, given[0], options=FULL, timeout=CHECK_S)
     assert time.monotonic() - start < 3 * CHECK_S
     assert "rank 2" in text and "ranks=" in text and "set_model_state_dict" in text
     assert isinstance(hs.AbsentRankError(), TimeoutError)
@@ -179,13 +176,12 @@ def unequal_sets_are_the_same_error_on_all(kit: Kit) -> Any:
     model, optimizer = build_stepped(kit, "plain")
     before = live(kit, model, optimizer)
     ranks = [0, 1, 2] if kit.rank == 0 else [0, 1, 2, 3]
-    text = refused(
-        hs.ParticipantsError, hs.set_model_state_dict, model, hs.get_model_state_dict(model), options=BROADCAST, ranks=ranks
-    )
+    given = on_root(kit, hs.get_model_state_dict(model))
+    text = refused(hs.ParticipantsError, hs.set_model_state_dict, model, given, options=BROADCAST, ranks=ranks)
     assert "[0, 1, 2]" in text and "[0, 1, 2, 3]" in text and "ranks=" in text
     assert isinstance(hs.ParticipantsError(), ValueError)
     assert before == live(kit, model, optimizer)
-    hs.set_model_state_dict(model, hs.get_model_state_dict(model), options=BROADCAST)
+    hs.set_model_state_dict(model, given, options=BROADCAST)
     return text
 
 
@@ -193,14 +189,12 @@ def unequal_sets_are_the_same_error_on_all(kit: Kit) -> Any:
 def a_rank_that_is_not_in_ranks_is_told_so(kit: Kit) -> None:
     """The members go on without it."""
     model, _ = build_stepped(kit, "plain")
-    given = hs.get_model_state_dict(model) if kit.rank == 0 else {}
+    given, ranks = on_root(kit, hs.get_model_state_dict(model)), [0, 1, 2]
     if kit.rank == 3:
-        text = refused(
-            hs.ParticipantsError, hs.set_model_state_dict, model, given, options=BROADCAST, ranks=[0, 1, 2], timeout=CHECK_S
-        )
+        text = refused(hs.ParticipantsError, hs.set_model_state_dict, model, given, options=BROADCAST, ranks=ranks)
         assert "rank 3" in text and "[0, 1, 2]" in text
     else:
-        hs.set_model_state_dict(model, given, options=BROADCAST, ranks=[0, 1, 2])
+        hs.set_model_state_dict(model, given, options=BROADCAST, ranks=ranks)
 
 
 @case(4)
@@ -217,9 +211,10 @@ def ranks_that_leave_out_a_member_of_a_mesh_are_refused(kit: Kit) -> None:
 @case(2)
 def ranks_must_be_ranks_of_the_job(kit: Kit) -> Any:
     model = build(kit, "fsdp")
-    texts = []
-    for ranks in ([0, 7], [0, 0, 1], []):
-        texts.append(refused(hs.ParticipantsError, hs.get_model_state_dict, model, options=FULL, ranks=ranks))
+    texts = [
+        refused(hs.ParticipantsError, hs.get_model_state_dict, model, options=FULL, ranks=ranks)
+        for ranks in ([0, 7], [0, 0, 1], [])
+    ]
     texts.append(refused(hs.OptionTypeError, hs.get_model_state_dict, model, options=FULL, ranks=3.5))
     assert set(SHAPES) == set(hs.get_model_state_dict(model, options=FULL))
     return texts
@@ -268,7 +263,7 @@ def what_others_than_the_lowest_participant_pass_is_ignored_with_a_warning(kit: 
 @case(4)
 def an_entry_that_the_lowest_participant_lacks_comes_from_its_own_mesh(kit: Kit) -> None:
     """Each stage's lowest rank passes the stage's entries; one call serves both stages."""
-    _, model, optimizer, full = stage(kit)
+    _, model, optimizer, _ = stage(kit)
     kit.fake_step(model, optimizer)
     given = hs.get_state_dict(model, optimizer, options=ON_ROOT)
     before = live(kit, model, optimizer)
@@ -283,8 +278,8 @@ def an_entry_that_no_rank_of_its_mesh_passes_comes_from_the_lowest_that_does(kit
     """Rank 1 holds the checkpoint of all stages."""
     _, model, _, full = stage(kit, start=900.0)
     wanted = {f"stage{n}.{part}" for n in (0, 1) for part in ("weight", "bias")}
-    given = {fqn: tensor(kit, grid((5, 3) if "weight" in fqn else (5,), 7.0)) for fqn in wanted} if kit.rank == 1 else {}
-    hs.set_model_state_dict(model, given, options=BROADCAST)
+    given = {fqn: tensor(kit, grid((5, 3) if "weight" in fqn else (5,), 7.0)) for fqn in wanted}
+    hs.set_model_state_dict(model, on_root(kit, given, root=1), options=BROADCAST)
     actual = hs.get_model_state_dict(model, options=FULL)
     assert shown(kit, tensor(kit, grid((5, 3), 7.0))) == shown(kit, actual[f"stage{kit.rank // 2}.weight"])
     assert set(full) == set(actual)
@@ -310,6 +305,7 @@ def one_replica_passes_its_shards_and_the_other_receives(kit: Kit) -> None:
     """S28: only one replica reads; the ranks of the other pass nothing."""
     inner = kit.mesh((2, 2), ("outer", "inner"))["inner"]
     model = build(kit, "hsdp", start=300.0)
-    given = {fqn: tensor(kit, grid(shape, 1000.0 * n), (inner, ("S0",))) for n, (fqn, shape) in enumerate(SHAPES.items())}
+    place = (inner, ("S0",))
+    given = {fqn: tensor(kit, grid(shape, 1000.0 * n), place) for n, (fqn, shape) in enumerate(SHAPES.items())}
     hs.set_model_state_dict(model, given if kit.rank < 2 else {}, ranks=range(4))
     assert live(kit, build(kit, "hsdp")) == live(kit, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +73,7 @@ OPTIM_FAULTS: dict[str, Errors] = {
 
 def spoil_model(kit: Kit, fault: str, given: Any) -> Any:
     """`given`, a good full model dict, with a fault in it."""
-    spoilt = {
+    spoilt: dict[str, Callable[[], Any]] = {
         "unexpected": lambda: {**given, "ghost.weight": tensor(kit, [1.0])},
         "missing": lambda: {fqn: value for fqn, value in given.items() if fqn != GOOD},
         "shape": lambda: {**given, GOOD: tensor(kit, [[1.0] * 6] * 4)},
@@ -95,7 +95,7 @@ def spoil_optimizer(kit: Kit, fault: str, given: Any) -> Any:
     def with_value(value: Any) -> Any:
         return {**given, "state": {**state, GOOD: {**state[GOOD], key: value}}}
 
-    spoilt = {
+    spoilt: dict[str, Callable[[], Any]] = {
         "unexpected": lambda: {**given, "state": {**state, "ghost": {key: tensor(kit, [1.0])}}},
         "missing": lambda: {
             "state": {fqn: state[fqn] for fqn in others},
@@ -171,7 +171,8 @@ def one_bad_rank_refuses_an_optimizer_on_all(kit: Kit, fault: str, broadcast: bo
     before = live(kit, model, optimizer)
     good = good_dicts(kit)
     passed = [on_root(kit, each) if broadcast else each for each in good]
-    given, kwargs, stepper = passed[1], {"options": options}, optimizer
+    given, stepper = passed[1], optimizer
+    kwargs: dict[str, Any] = {"options": options}
     if kit.rank == bad:
         given = given if about_call else spoil_optimizer(kit, fault, good[1])
         kwargs = {"options": spoil_options(fault, options)}
@@ -193,11 +194,13 @@ def both_are_loaded_or_neither_is_touched(kit: Kit, bad: str, broadcast: bool) -
     model, optimizer = build_stepped(kit, "fsdp")
     before = live(kit, model, optimizer)
     good = good_dicts(kit)
-    spoilt = (
-        (spoil_model(kit, "shape", good[0]), good[1]) if bad == "model" else (good[0], spoil_optimizer(kit, "shape", good[1]))
-    )
+    spoilt = list(good)
+    if bad == "model":
+        spoilt[0] = spoil_model(kit, "shape", good[0])
+    else:
+        spoilt[1] = spoil_optimizer(kit, "shape", good[1])
     here = 0 if broadcast else kit.world - 1
-    given = spoilt if kit.rank == here else ({}, {}) if broadcast else good
+    given: Any = spoilt if kit.rank == here else ({}, {}) if broadcast else good
     text = refused(
         MISFIT,
         hs.set_state_dict,
@@ -230,7 +233,7 @@ def passing_nothing_anywhere_is_refused(kit: Kit, what: str, given: str) -> Any:
     """Fault 11 of the system before: a load from an empty dict "succeeded" with nothing."""
     model, optimizer = build_stepped(kit, "plain" if kit.world == 1 else "fsdp")
     before = live(kit, model, optimizer)
-    nothing = None if given == "none" else {}
+    nothing: Any = None if given == "none" else {}
     args = (model, nothing) if what == "model" else (model, optimizer, nothing)
     call = hs.set_model_state_dict if what == "model" else hs.set_optim_state_dict
     texts = [refused(hs.InvalidStateDictError, call, *args, options=options) for options in (FULL, BROADCAST, None)]
@@ -305,7 +308,8 @@ def one_bad_rank_refuses_a_full_getter_on_all(kit: Kit, fault: str) -> Any:
     slots.update(kept)
     kit.groups(optimizer)[0]["lr"] = 0.01
     assert before == live(kit, model, optimizer)
-    close(kit, truth(kit, *build_stepped(kit, "plain"))[1], hs.get_optim_state_dict(model, optimizer, options=FULL)["state"])
+    state = truth(kit, *build_stepped(kit, "plain"))[1]
+    close(kit, state, hs.get_optim_state_dict(model, optimizer, options=FULL)["state"])
     return text
 
 
