@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from .describe import Values, describe
 from .errors import IncompatibleStateError, UnsupportedConfigurationError
 from .layout import Mesh
 from .schema import Key, TensorSpec
-from .statelayout import AMBIGUOUS, LOCAL, OPAQUE, Rule, is_sharded, meshes_of, read_state, rules_for
+from .statelayout import LOCAL, Rule, is_sharded, meshes_of, read_state, rules_for
 
 
 @dataclass
@@ -108,7 +108,8 @@ def _add_params(backend: Backend, held: Held, model: Model, optimizer: Optimizer
         spec = backend.tensors.spec(held.parameters[fqn])
         if spec is None:
             raise IncompatibleStateError(f"parameter {fqn!r} is no tensor")
-        held.params[fqn] = replace(spec, form=optimizer.fresh_form(pid) if spec.layout is not None else "")
+        form = optimizer.fresh_form(pid) if spec.layout is not None else ""
+        held.params[fqn] = replace(spec, form=form) if form else spec
 
 
 def _choose_form(held: Held, state_form: str | None) -> None:
@@ -127,15 +128,5 @@ def _choose_form(held: Held, state_form: str | None) -> None:
     else:
         form = {"sharded": "", "local": LOCAL}[state_form]
     for fqn, spec in held.params.items():
-        if spec.layout is not None:
+        if spec.layout is not None and spec.form != form:
             held.params[fqn] = replace(spec, form=form)
-
-
-def unclear(spec: TensorSpec) -> bool:
-    """Whether a leaf has no full form."""
-    return spec.form in (OPAQUE, AMBIGUOUS)
-
-
-def rooted_groups(held: Held, wanted: Mapping[str, bool]) -> list[int]:
-    """Indices of the groups that list at least one wanted FQN, or that list none at all."""
-    return [i for i, (fqns, _) in enumerate(held.groups) if not fqns or any(wanted.get(fqn) for fqn in fqns)]

@@ -39,7 +39,7 @@ class Values:
     counters: dict[Key, list[Tensor]] = field(default_factory=dict)
     """The tensors that travel in each skeleton, in its order."""
     objects: dict[Key, Any] = field(default_factory=dict)
-    """Values that hold an object which only this rank has (`is_opaque`), as they are."""
+    """Values that hold an object which only this rank has (`Entry.opaque`), as they are."""
 
 
 def describe(
@@ -83,7 +83,7 @@ def describe(
         one.skeleton.update(tiny_skeleton(one.spec, content))
         if result.entries[one.key].skeleton is one.skeleton:
             result.entries[one.key] = counter_entry(one.spec, content)
-    result.objects = {key: values[key] for key, one in result.entries.items() if is_opaque(one.skeleton)}
+    result.objects = {key: values[key] for key, one in result.entries.items() if one.opaque}
     return result
 
 
@@ -132,13 +132,3 @@ def show(key: Key) -> str:
     section, *rest = key
     names = {"model": "model", "state": "optimizer state of", "param": "parameter", "global": "optimizer's shared"}
     return f"{names.get(section, section)} " + " ".join(repr(part) for part in rest)
-
-
-def is_opaque(skeleton: Any) -> bool:
-    """Whether a value holds an object that only its own rank has."""
-    if isinstance(skeleton, list):
-        return any(map(is_opaque, skeleton))
-    if not isinstance(skeleton, dict):
-        return False
-    ((tag, inner),) = skeleton.items()
-    return tag == "?" or (tag in "({" and is_opaque(inner))

@@ -10,11 +10,11 @@ from typing import Any
 from .agree import Classes
 from .backend import Backend
 from .collect import Held
-from .describe import is_opaque, rebuild
+from .describe import rebuild
 from .errors import Fault
 from .merge import Variant
 from .resolve import Mode, Resolver
-from .schema import Entry, alike
+from .schema import Entry, is_opaque, alike
 from .sourcing import OWN_FIELDS
 
 Skeletons = dict[str, Any]
@@ -38,8 +38,11 @@ def new_fields(
         if not fqns:
             chosen = next(nameless, None)
         else:
-            chosen = None
+            chosen, seen = None, set[int]()
             for fqn, fields in _sourced(fqns, me, by_rank, resolver):
+                if id(fields) in seen:
+                    continue
+                seen.add(id(fields))
                 chosen = _agreed(chosen, fields, number, fqn, me, mode.strict, faults)
         result.append(None if chosen is None else _build(backend, chosen, _objects(own, fqns, resolver)))
     return result, faults

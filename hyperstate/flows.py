@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .agree import Call
 from .backend import Backend, choose
 from .collect import Held, add_optimizer, hold_model
-from .describe import Values, is_opaque, rebuild
+from .describe import Values, rebuild
 from .errors import Fault, InvalidStateDictError, OptionError, fault_of
 from .flatten import flatten_optim_state_dict
 from .getters import Result, full, sharded
@@ -20,6 +20,7 @@ from .layout import Mesh
 from .options import StateDictOptions, read_options
 from .participants import participants
 from .resolve import Mode
+from .schema import is_opaque
 from .setters import IncompatibleKeys, Target, describe_parts, set_all
 from .sourcing import Source, describe_source, read_model, read_optimizer
 

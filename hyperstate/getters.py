@@ -11,7 +11,7 @@ from typing import Any
 from .agree import Call
 from .backend import Backend, Local, Place
 from .collect import Held
-from .describe import content_digest, is_opaque, rebuild, show
+from .describe import content_digest, rebuild, show
 from .errors import Fault, raise_faults
 from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
@@ -61,7 +61,7 @@ def _sharded_value(
         return tensors.from_raw(data, spec, None) if to_host else tensors.local(value)
 
     plain = all(spec.form not in (LOCAL, AMBIGUOUS) and not _replicated_counter(key, spec) for spec in entry.leaves)
-    if is_opaque(entry.skeleton):
+    if entry.opaque:
         return deepcopy(held.live[key]) if to_host else held.live[key]
     # A model's values share memory with its parameters, but are not those objects: users may write into them.
     if plain and not to_host and key[0] != "model":
@@ -93,7 +93,7 @@ def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) ->
     """
     _mark_replicas(call.backend, held, every=not root_only and not call.alone)
     groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
-    params = {("param", fqn): tensor_entry(replace(spec, form="")) for fqn, spec in held.params.items()}
+    params = {("param", fqn): tensor_entry(replace(spec, form="") if spec.form else spec) for fqn, spec in held.params.items()}
     parts = call.describe(
         faults, {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
     )
@@ -167,7 +167,7 @@ class _Gather:
 
     def _first(self, key: Key, mine: Variant) -> Variant:
         """The variant whose plain contents count: the root's."""
-        if mine.layout() is not None or is_opaque(mine.entry.skeleton):
+        if mine.layout() is not None or mine.entry.opaque:
             return mine
         return next((v for v in self.variants[key] if v.layout() is None and self.roots[key] in v.ranks), mine)
 
@@ -227,7 +227,7 @@ class _Gather:
         return self.backend.tensors.place(live[min(i, len(live) - 1)])
 
     def _build(self, key: Key, entry: Entry) -> Any:
-        if is_opaque(entry.skeleton):
+        if entry.opaque:
             return deepcopy(self.held.live[key])
         counters = iter(self.held.values.counters.get(key, ()))
 

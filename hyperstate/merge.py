@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
     def layout(self) -> Layout | None:
         """Layout of its sharded leaves, if any; one value's leaves share a mesh."""
-        return next((spec.layout for spec in self.entry.leaves if spec.layout is not None), None)
+        return self.entry.layout
 
     def holders(self) -> tuple[int, ...]:
         """The ranks that hold data: those with a coordinate, where there is a mesh."""

@@ -94,6 +94,16 @@ class Entry:
         return self.leaves if self.skeleton == LEAF else (json.dumps(self.skeleton), *self.leaves)
 
     @cached_property
+    def layout(self) -> Layout | None:
+        """Layout of its sharded leaves, if any; one value's leaves share a mesh."""
+        return next((spec.layout for spec in self.leaves if spec.layout is not None), None)
+
+    @cached_property
+    def opaque(self) -> bool:
+        """Whether the value holds an object that only its own rank has."""
+        return self.skeleton != LEAF and is_opaque(self.skeleton)
+
+    @cached_property
     def single(self) -> TensorSpec | None:
         """The spec of a value that is one tensor, counters included; None for any other value."""
         if self.skeleton == LEAF:
@@ -197,6 +207,16 @@ def _hashable(key: Any) -> Any:
 def alike(a: Any, b: Any) -> bool:
     """Whether two skeletons are of equal values: ``True`` is not ``1``, ``-0.0`` not ``0.0``."""
     return json.dumps(a) == json.dumps(b)
+
+
+def is_opaque(skeleton: Any) -> bool:
+    """Whether a value holds an object that only its own rank has."""
+    if isinstance(skeleton, list):
+        return any(map(is_opaque, skeleton))
+    if not isinstance(skeleton, dict):
+        return False
+    ((tag, inner),) = skeleton.items()
+    return tag == "?" or (tag in "({" and is_opaque(inner))
 
 
 def refuse_leaf(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .agree import Call, Classes
 from .backend import Backend, Local, Model, Optimizer, ParamId, Place
 from .collect import Held
-from .describe import Values, describe, is_opaque, rebuild, show
+from .describe import Values, describe, rebuild, show
 from .errors import Fault, InvalidStateDictError, UnsupportedConfigurationError, fault_of
 from .fields import new_fields
 from .layout import Box, whole
@@ -105,7 +105,7 @@ def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
     """Copies of the objects that JSON can't carry: this rank's own. Raises if it has none."""
     found = {}
     for key, write in result.writes.items():
-        if is_opaque(write.source.skeleton):
+        if write.source.opaque:
             own = result.names.get(key, key)
             if own not in described.objects:
                 raise UnsupportedConfigurationError(f"{show(key)} can't be carried here from another rank")

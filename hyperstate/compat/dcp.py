@@ -93,9 +93,7 @@ def get_state_dict(
     chosen = _chosen(submodules)
 
     def both(*, options: Any) -> dict[str, Any]:
-        model_dict, optim_dict = api.get_state_dict(
-            model, _one_or_list(optimizers), submodules=chosen, options=options
-        )
+        model_dict, optim_dict = api.get_state_dict(model, _one_or_list(optimizers), submodules=chosen, options=options)
         model_dicts.append(model_dict)
         return optim_dict
 
@@ -103,9 +101,7 @@ def get_state_dict(
     return model_dicts[0], optim_dict
 
 
-def set_model_state_dict(
-    model: Any, model_state_dict: Mapping[Any, Any], *, options: Any = None
-) -> _IncompatibleKeys:
+def set_model_state_dict(model: Any, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> _IncompatibleKeys:
     """`hyperstate.set_model_state_dict`; also takes PyTorch's deprecated ``{module: state dict}``."""
     report = api.set_model_state_dict(model, _by_fqn(model, model_state_dict), options=_checked(options))
     return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)

@@ -53,9 +53,7 @@ def goes_on(kit: Any, kind: str, form: str) -> None:
     before = frozen_copy((weights, state))
     target, fresh = build(kind, 1, kit.rank, lr=0.5)
     objects = list(map(id, target.parameters()))
-    report = hs.set_state_dict(
-        target, fresh, model_state_dict=weights, optim_state_dict=state, options=options[1]
-    )
+    report = hs.set_state_dict(target, fresh, model_state_dict=weights, optim_state_dict=state, options=options[1])
     assert ([], [], []) == tuple(report)
     assert before == frozen_copy((weights, state))
     assert objects == list(map(id, target.parameters()))
@@ -144,9 +142,7 @@ def s42_other_topologies(kit: Any) -> None:
         if carried is None:
             weights, state = hs.get_state_dict(alone, alone_optimizer, options=root)
             carried = (weights, state)
-        hs.set_state_dict(
-            model, optimizer, model_state_dict=carried[0], optim_state_dict=carried[1], options=broadcast
-        )
+        hs.set_state_dict(model, optimizer, model_state_dict=carried[0], optim_state_dict=carried[1], options=broadcast)
         train(model, optimizer, 3, first)
         train(alone, alone_optimizer, 3, first)
         first += 3
@@ -209,9 +205,7 @@ def e9_groups_are_equal_on_all_ranks(kit: Any, empty: str, flat: bool) -> None:
     KINDS["fsdp"].train(model, optimizer, 1, 0)
     optimizer.param_groups[0].update(lr=0.125, betas=(0.5, 0.75), note={"a": (1, None)})
     chosen = {"full_state_dict": True, "flatten_optimizer_state_dict": flat}
-    weights, state = hs.get_state_dict(
-        model, optimizer, options=hs.StateDictOptions(**chosen, cpu_offload=True)
-    )
+    weights, state = hs.get_state_dict(model, optimizer, options=hs.StateDictOptions(**chosen, cpu_offload=True))
     if kit.rank:
         assert (0, 0) == (len(weights), len(state))
         weights, state = ({}, {}) if empty == "{}" else (None, None)  # type: ignore[assignment]  # both are allowed

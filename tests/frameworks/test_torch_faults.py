@@ -12,6 +12,7 @@ import hyperstate as hs
 from hyperstate.testing import Pool
 
 BODIES = Path(__file__).with_name("bodies_torch_faults.py")
+MOMENTS = Path(__file__).with_name("bodies_torch_moments.py")
 WRONG = {
     "unexpected key": "'more.weight'",
     "missing key": "'first.bias'",
@@ -102,31 +103,31 @@ def test_e21_two_replicated_dimensions(pool4: Pool) -> None:
 
 
 def test_fsdp2_is_resharded_before_anything_is_listed(pool2: Pool) -> None:
-    pool2.run(BODIES, "after_a_forward_without_gradient")
-    pool2.run(BODIES, "root_with_parameters_of_its_own")
+    pool2.run(MOMENTS, "after_a_forward_without_gradient")
+    pool2.run(MOMENTS, "root_with_parameters_of_its_own")
 
 
 @pytest.mark.parametrize("form", ["full", "broadcast", "sharded"])
 def test_e3_a_sharded_meta_model_keeps_its_parameter_objects(pool2: Pool, form: str) -> None:
-    pool2.run(BODIES, "meta_fsdp", form=form)
+    pool2.run(MOMENTS, "meta_fsdp", form=form)
 
 
 def test_e43_tied_weights_inside_a_unit(pool2: Pool) -> None:
-    pool2.run(BODIES, "tied_sharded")
+    pool2.run(MOMENTS, "tied_sharded")
 
 
 def test_values_that_others_pass_under_broadcast_are_ignored_or_compared(pool2: Pool) -> None:
-    for said, refusal in pool2.run(BODIES, "others_values_are_ignored"):
+    for said, refusal in pool2.run(MOMENTS, "others_values_are_ignored"):
         assert "only the source's values were used" in said
         assert "differs" in refusal
 
 
 def test_s20_one_dict_serves_several_models(pool2: Pool) -> None:
-    pool2.run(BODIES, "s20_used_twice")
+    pool2.run(MOMENTS, "s20_used_twice")
 
 
 def test_e1_local_state_goes_through_the_checkpoint_library_with_its_global_shape(pool2: Pool, tmp_path: Path) -> None:
-    pool2.run(BODIES, "e1_through_the_checkpoint_library", folder=str(tmp_path))
+    pool2.run(MOMENTS, "e1_through_the_checkpoint_library", folder=str(tmp_path))
 
 
 # -- in one process ------------------------------------------------------------------------------------
@@ -166,7 +167,11 @@ def test_e34_one_options_object_serves_getter_and_setter() -> None:
 
 def test_e50_shapes_that_broadcasting_would_hide_are_refused() -> None:
     model = Net()
-    weights = {**model.state_dict(), "first.weight": torch.zeros(1, 5), "norm.num_batches_tracked": torch.zeros(1).long()}
+    weights = {
+        **model.state_dict(),
+        "first.weight": torch.zeros(1, 5),
+        "norm.num_batches_tracked": torch.zeros(1).long(),
+    }
     with pytest.raises(RuntimeError, match="'first.weight'") as raised:
         hs.set_model_state_dict(model, weights)
     assert "'norm.num_batches_tracked'" in str(raised.value)
@@ -186,9 +191,7 @@ def test_e12_all_faults_are_listed_in_one_message() -> None:
 def test_e44_unknown_flat_keys_are_errors_or_reported() -> None:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    flat = hs.get_optim_state_dict(
-        model, optimizer, options=hs.StateDictOptions(flatten_optimizer_state_dict=True)
-    )
+    flat = hs.get_optim_state_dict(model, optimizer, options=hs.StateDictOptions(flatten_optimizer_state_dict=True))
     odd = {**flat, "state.gone.weight.exp_avg": torch.zeros(2), "other.first.weight.lr": 1.0}
     with pytest.raises(RuntimeError, match="gone.weight"):
         hs.set_optim_state_dict(model, optimizer, odd)

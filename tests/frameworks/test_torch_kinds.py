@@ -30,12 +30,14 @@ def test_the_full_form_is_what_pytorch_gathers(pool4: Pool, kind: str) -> None:
     pool4.run(BODIES, "full_form_is_the_truth", kind=kind)
 
 
-@pytest.mark.parametrize("source, target", [*permutations(["plain", "ddp", "fsdp", "hsdp"], 2), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")])
+@pytest.mark.parametrize(
+    ("source", "target"), [*permutations(["plain", "ddp", "fsdp", "hsdp"], 2), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")]
+)
 def test_state_moves_between_ways_of_sharding(pool4: Pool, source: str, target: str) -> None:
     pool4.run(BODIES, "moves", source=source, target=target)
 
 
-@pytest.mark.parametrize("source, target", [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp_tp", "tp")])
+@pytest.mark.parametrize(("source", "target"), [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp_tp", "tp")])
 def test_e5_sharded_values_of_another_layout_are_redistributed(pool4: Pool, source: str, target: str) -> None:
     pool4.run(BODIES, "redistributes", source=source, target=target)
 

@@ -1,4 +1,4 @@
-"""Names, wrappers, hooks, dtypes, ties and meta-device models, with no process group at all."""
+"""Names, wrappers, hooks, dtypes and ties, with no process group at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch_nets import Mlp, Net, Parts, assert_same, cloned, frozen_copy, noise, snapshot, train
+from torch_nets import Mlp, Net, Parts, Tied, assert_same, cloned, frozen_copy, noise, snapshot, train
 
 import hyperstate as hs
 
@@ -100,18 +100,6 @@ def test_fsdp1_is_refused_with_the_name_of_its_successor() -> None:
 
 
 # -- ties, frozen parameters, parametrizations, extra state, buffers -----------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x.abs().long() % 5))
 
 
 def test_tied_weights_are_listed_under_both_names_and_have_state_under_the_first() -> None:
@@ -318,7 +306,7 @@ class Fused(nn.Module):
         return x @ self.gate_up.T
 
 
-@pytest.mark.parametrize("kind, keys", [(Renaming, ["weight", "bias"]), (Fused, ["gate", "up"])])
+@pytest.mark.parametrize(("kind", "keys"), [(Renaming, ["weight", "bias"]), (Fused, ["gate", "up"])])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"cpu_offload": True}], ids=str)
 def test_s23_names_are_those_that_state_dict_gives(kind: Any, keys: list[str], inside: bool, options: Any) -> None:
@@ -333,9 +321,7 @@ def test_s23_names_are_those_that_state_dict_gives(kind: Any, keys: list[str], i
     assert list(model.state_dict()) == list(weights)
     assert [(f"1.{key}" if inside else key) for key in keys] == list(weights)[-2:]
     assert [name for name, _ in model.named_parameters()] == state["param_groups"][0]["params"]
-    hs.set_state_dict(
-        target, fresh, model_state_dict=cloned(weights), optim_state_dict=cloned(state), options=chosen
-    )
+    hs.set_state_dict(target, fresh, model_state_dict=cloned(weights), optim_state_dict=cloned(state), options=chosen)
     for one in ((model, optimizer), (target, fresh)):
         train(*one, 1, first=1)
     assert_same(snapshot(model, optimizer), snapshot(target, fresh))
@@ -358,55 +344,6 @@ def test_submodules_select_by_prefix() -> None:
         model, submodules={model.first}, options=hs.StateDictOptions(keep_submodule_prefixes=False)
     )
     assert ["weight", "bias"] == list(bare)
-
-
-# -- meta-device models --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=str)
-def test_a_meta_model_is_materialised_in_place_where_device_says(options: Any) -> None:
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer, 1)
-    with torch.device("meta"):
-        target = Net(1)
-    objects = list(map(id, target.parameters()))
-    fresh = torch.optim.Adam(target.parameters())
-    weights, state = map(cloned, hs.get_state_dict(model, optimizer))
-    chosen = hs.StateDictOptions(**options)
-    hs.set_state_dict(
-        target, fresh, model_state_dict=weights, optim_state_dict=state, options=chosen, device="cpu"
-    )
-    assert objects == list(map(id, target.parameters()))
-    for one in ((model, optimizer), (target, fresh)):
-        train(*one, 1, first=1)
-    assert_same(snapshot(model, optimizer), snapshot(target, fresh))
-    assert frozen_copy(weights["first.weight"]) != frozen_copy(target.first.weight)
-
-
-def test_a_plain_meta_model_needs_device_and_is_untouched_without() -> None:
-    with torch.device("meta"):
-        target = Net(1)
-    with pytest.raises(hs.HyperstateError, match="device="):
-        hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(Net())))
-    assert all(param.is_meta for param in target.parameters())
-
-
-def test_what_stays_on_the_meta_device_is_reported() -> None:
-    with torch.device("meta"):
-        target = Net(1)
-        target.register_buffer("scratch", torch.zeros(2), persistent=False)
-    with pytest.warns(UserWarning, match="scratch"):
-        hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(Net())), device="cpu")
-    assert not target.first.weight.is_meta
-
-
-def test_tied_meta_parameters_stay_tied() -> None:
-    with torch.device("meta"):
-        target = Tied(1)
-    hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(Tied())), device="cpu")
-    assert target.head.weight is target.embed.weight
-    assert_same(snapshot(Tied()), snapshot(target))
 
 
 def test_lazy_sparse_and_quantised_tensors_are_refused_by_name() -> None:

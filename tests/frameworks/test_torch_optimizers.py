@@ -29,9 +29,7 @@ FORMS = {
 def moved(source: tuple[Any, Any], target: tuple[Any, Any], form: str = "nested", **keywords: Any) -> Any:
     options = hs.StateDictOptions(**FORMS[form])
     weights, state = map(cloned, hs.get_state_dict(*source, options=options))
-    return hs.set_state_dict(
-        *target, model_state_dict=weights, optim_state_dict=state, options=options, **keywords
-    )
+    return hs.set_state_dict(*target, model_state_dict=weights, optim_state_dict=state, options=options, **keywords)
 
 
 def test_every_optimizer_class_is_covered() -> None:
@@ -94,7 +92,19 @@ def test_sparse_adam_keeps_its_integer_counter(form: str) -> None:
 
 # -- old checkpoints, fields ---------------------------------------------------------------------------
 
-COUNTERS = ["adam", "adam_fused", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"]
+COUNTERS = [
+    "adam",
+    "adam_fused",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adamax",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+]
 
 
 @pytest.mark.parametrize("name", COUNTERS)
@@ -246,9 +256,7 @@ def test_e46_groups_without_parameters_are_matched_in_order() -> None:
     moved((model, optimizer), (target, fresh))
     assert [1.0, 0.1, 2.0] == [group["lr"] for group in fresh.param_groups]
     with pytest.raises(hs.UnsupportedConfigurationError, match="group"):
-        hs.get_optim_state_dict(
-            model, optimizer, options=hs.StateDictOptions(flatten_optimizer_state_dict=True)
-        )
+        hs.get_optim_state_dict(model, optimizer, options=hs.StateDictOptions(flatten_optimizer_state_dict=True))
 
 
 # -- hooks, overrides, wrappers ------------------------------------------------------------------------
@@ -283,6 +291,55 @@ def test_a_hook_may_change_what_is_saved_and_what_is_loaded() -> None:
     moved((model, optimizer), (target, fresh))
     assert (0.001, 0.00025) == (optimizer.param_groups[0]["lr"], fresh.param_groups[0]["lr"])
     assert frozen_copy(optimizer.state[model.first.bias]) == frozen_copy(fresh.state[target.first.bias])
+
+
+def test_an_optimizer_that_saves_and_loads_in_its_own_way_does_so() -> None:
+    class Packed(torch.optim.Adam):
+        """Keeps its moments halved in what it saves, and counts its loads."""
+
+        loads = 0
+
+        def state_dict(self) -> Any:
+            saved = super().state_dict()
+            state = {n: {**s, "exp_avg": s["exp_avg"] / 2} for n, s in saved["state"].items()}
+            return {**saved, "state": state}
+
+        def load_state_dict(self, saved: Any) -> None:
+            self.loads += 1
+            state = {n: {**s, "exp_avg": s["exp_avg"] * 2} for n, s in saved["state"].items()}
+            super().load_state_dict({**saved, "state": state})
+
+    model, target = Net(), Net(1)
+    optimizer, fresh = Packed(model.parameters()), Packed(target.parameters(), lr=0.5)
+    train(model, optimizer, 1)
+    containers = [id(fresh.state), id(fresh.param_groups), id(fresh.param_groups[0])]
+    saved = hs.get_optim_state_dict(model, optimizer)["state"]["first.bias"]["exp_avg"]
+    assert torch.equal(optimizer.state[model.first.bias]["exp_avg"] / 2, saved)
+    moved((model, optimizer), (target, fresh))
+    assert 1 == fresh.loads
+    assert containers == [id(fresh.state), id(fresh.param_groups), id(fresh.param_groups[0])]
+    for one in ((model, optimizer), (target, fresh)):
+        train(*one, 1, first=1)
+    assert_same(snapshot(model, optimizer), snapshot(target, fresh))
+
+
+def test_state_of_frozen_parameters_stays_when_models_leave_them_out() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 1)
+    model.first.weight.requires_grad_(False)
+    weights, state = hs.get_state_dict(model, optimizer, options=hs.StateDictOptions(ignore_frozen_params=True))
+    assert "first.weight" not in weights and "first.weight" in state["state"]
+
+
+def test_group_fields_may_be_any_object() -> None:
+    model, target = Net(), Net(1)
+    optimizer, fresh = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(target.parameters(), lr=0.1)
+    optimizer.param_groups[0].update(kind=torch.bfloat16, names={"a", "b"}, at=torch.arange(3))
+    for form in FORMS:
+        moved((model, optimizer), (target, fresh), form)
+        found = fresh.param_groups[0]
+        assert (torch.bfloat16, {"a", "b"}, [0, 1, 2]) == (found["kind"], found["names"], found["at"].tolist())
 
 
 def test_an_optimizer_inside_a_wrapper_is_found() -> None:

@@ -170,9 +170,7 @@ def test_s05_a_parameter_without_gradient_stays_without_state(options: Any, stri
     optimizer, fresh = adam(model), adam(target)
     train(model, optimizer, 2)
     saved = carried(model, optimizer, options)
-    chosen = hs.StateDictOptions(
-        strict=strict, flatten_optimizer_state_dict=options.flatten_optimizer_state_dict
-    )
+    chosen = hs.StateDictOptions(strict=strict, flatten_optimizer_state_dict=options.flatten_optimizer_state_dict)
     assert ([], [], []) == tuple(hs.set_optim_state_dict(target, fresh, saved, options=chosen))
     assert target.unused.weight not in fresh.state and target.unused.bias not in fresh.state
     hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(model)))
@@ -323,9 +321,7 @@ def adapter_net(seed: int) -> nn.Module:
 def test_s35_frozen_tied_weights_are_left_out_under_both_names(full: bool) -> None:
     model, target = adapter_net(0), adapter_net(1)
     base = frozen_copy(target["embed"].weight)
-    saved = hs.get_model_state_dict(
-        model, options=hs.StateDictOptions(ignore_frozen_params=True, full_state_dict=full)
-    )
+    saved = hs.get_model_state_dict(model, options=hs.StateDictOptions(ignore_frozen_params=True, full_state_dict=full))
     assert ["adapter.weight", "adapter.bias"] == list(saved)
     report = hs.set_model_state_dict(
         target, cloned(saved), options=hs.StateDictOptions(strict=False, full_state_dict=full)

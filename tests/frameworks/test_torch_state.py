@@ -65,7 +65,9 @@ def test_s14_quantised_state_round_trips_sharded_and_is_never_changed_silently(p
     for errors in pool2.run(BODIES, "s14_blocks", registered=registered):
         assert 2 == len(errors)
         for text in errors:
-            assert text.startswith("AmbiguousLayoutError" if registered else ("AmbiguousLayoutError", "DisagreementError"))
+            assert text.startswith(
+                "AmbiguousLayoutError" if registered else ("AmbiguousLayoutError", "DisagreementError")
+            )
             assert any(key in text for key in ("'codes'", "'absmax'")) and ("'w'" in text or "'b'" in text)
 
 

@@ -50,6 +50,20 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class Tied(nn.Module):
+    """A head that shares the weight of the embedding."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x.abs().long() % 5))
+
+
 class Parts(nn.Module):
     """A module whose parameters are exactly the tensors given, by dotted name."""
 

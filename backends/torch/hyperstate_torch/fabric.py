@@ -90,8 +90,9 @@ class TorchFabric:
         try:
             works = self._tagged(sends, recvs) if self.wire().type == "cpu" else self._batched(sends, recvs)
         except RuntimeError as error:
-            raise TransferError(f"rank {self.rank()} can't exchange data with {_names(sends, recvs)}: {error}. {AGAIN}"
-                                ) from error
+            raise TransferError(
+                f"rank {self.rank()} can't exchange data with {_names(sends, recvs)}: {error}. {AGAIN}"
+            ) from error
         return Exchange(self, works, [*sends, *recvs])
 
     @staticmethod

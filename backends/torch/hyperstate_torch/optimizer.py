@@ -208,8 +208,10 @@ class TorchOptimizer:
             params = _numbered(optimizer, packed["param_groups"])
             found = {id(params[key]): value for key, value in packed["state"].items() if key in params}
             state = {param: value for param, value in found.items() if param not in cleared}
-            fields = [group if given is not None else None
-                      for group, given in zip(packed["param_groups"], fields, strict=True)]
+            fields = [
+                group if given is not None else None
+                for group, given in zip(packed["param_groups"], fields, strict=True)
+            ]
             shared = None if shared is None else {k: v for k, v in packed["state"].items() if k not in params}
         self._write(optimizer, state, cleared, shared)
         for group, given in zip(optimizer.param_groups, fields, strict=True):

@@ -242,7 +242,9 @@ def _check_storage(value: torch.Tensor) -> None:
         )
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-        raise UnsupportedConfigurationError(f"a tensor with the layout {kind!r} in memory; only strided ones are supported")
+        raise UnsupportedConfigurationError(
+            f"a tensor with the layout {kind!r} in memory; only strided ones are supported"
+        )
     raise UnsupportedConfigurationError(
         f"a tensor of the class {type(value).__module__}.{type(value).__qualname__}, whose elements are not in plain "
         "storage; convert it to an ordinary tensor first"
