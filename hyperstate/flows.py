@@ -20,7 +20,7 @@ from .layout import Mesh
 from .options import StateDictOptions, read_options
 from .participants import participants
 from .resolve import Mode
-from .schema import is_opaque
+from .schema import Key, is_opaque
 from .setters import IncompatibleKeys, Target, describe_parts, set_all
 from .sourcing import Source, describe_source, read_model, read_optimizer
 
@@ -89,7 +89,18 @@ def _hold_for_get(
     else:
         only = None if submodules is None else port.prefixes(submodules)
         held = hold_model(backend, port, skip_frozen=opts.ignore_frozen_params, only=only)
-    return held if optimizer is None else add_optimizer(backend, held, port, backend.optimizer(optimizer), None)
+    if optimizer is None:
+        return held
+    add_optimizer(backend, held, port, backend.optimizer(optimizer), None)
+    if opts.flatten_optimizer_state_dict:
+        _check_flat(held)
+    return held
+
+
+def _check_flat(held: Held) -> None:
+    """Refuse before the verdict, on all ranks, what has no flat form."""
+    groups = [{"params": fqns, **fields} for fqns, fields in held.groups]
+    flatten_optim_state_dict({**_nested(dict.fromkeys(held.live)), "param_groups": groups})
 
 
 def _strip(fqn: str, prefixes: Iterable[str] | None) -> str:
@@ -105,18 +116,24 @@ def _optim_dict(
     """The nested optimizer dict of what this rank got; empty if it answers for no parameter."""
     if held.params and not any(answered.get(fqn) for fqn in held.params):
         return {}
-    state: dict[str, dict[Any, Any]] = {}
-    for key, value in values.items():
-        if key[0] == "state":
-            state.setdefault(key[1], {})[key[2]] = value
     groups = []
     for i, (fqns, live) in enumerate(held.groups):
         mine = [fqn for fqn in fqns if answered.get(fqn)]
         if mine or not fqns:
             groups.append({"params": mine, **_fields(backend, held, i, live, opts)})
-    result: StateDict = {"state": state, "param_groups": groups}
-    shared = {key[1]: value for key, value in values.items() if key[0] == "global"}
-    return {**result, "global": shared} if shared else result
+    return {"state": {}, "param_groups": groups, **_nested(values)}
+
+
+def _nested(values: Mapping[Key, Any]) -> StateDict:
+    """The sections "state" and "global" of an optimizer dict; a section without values is left out."""
+    found: StateDict = {}
+    for section, *path, last in values:
+        if section in ("state", "global"):
+            slots = found.setdefault(section, {})
+            for name in path:
+                slots = slots.setdefault(name, {})
+            slots[last] = values[(section, *path, last)]
+    return found
 
 
 def _fields(backend: Backend, held: Held, i: int, fields: dict[str, Any], opts: StateDictOptions) -> dict[str, Any]:
@@ -246,7 +263,8 @@ def _call(
     Raises at once on a rank that is not in `ranks`: nobody waits for it.
     """
     me, world = backend.fabric.rank(), backend.fabric.world()
-    limit = backend.fabric.timeout() if timeout is None else float(timeout)
+    limit = None if timeout is None else faults.guard(lambda: float(timeout))
+    limit = backend.fabric.timeout() if limit is None else limit
     explicit = None if ranks is None else faults.guard(lambda: tuple(backend.ranks_of(ranks)))
     whole_job = whole_job or meshes is None
     members = faults.guard(

@@ -255,10 +255,18 @@ def _load(path: Path, values: bool) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu" if values else "meta")
     except Exception as error:  # noqa: BLE001  # unpickling raises anything
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RefusedInputError(
-            f"{path} can't be read with torch.load(weights_only=True), which runs no code of the file: {first}"
+            f"{path} can't be read with torch.load(weights_only=True), which runs no code of the file: {_reason(error)}"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """One line of PyTorch's text; not the ones that advise to run the file's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    unpickler = [line.partition("WeightsUnpickler error: ")[2] for line in lines if "WeightsUnpickler error: " in line]
+    others = [f"{type(error).__name__}: {line}" for line in lines if "weights_only" not in line]
+    found = next(iter([*unpickler, *others]), type(error).__name__)
+    return found.partition(" Please use")[0]
 
 
 def split_checkpoint(path: Path, content: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:

@@ -100,8 +100,10 @@ def groups_without_parameters_are_matched_among_themselves_in_order(kit: Kit) ->
     assert "a" == actual[0]["note"]
     nested = hs.get_optim_state_dict(model, optimizer, options=FULL)
     assert [[], NAMES, []] == [one["params"] for one in nested["param_groups"]]
-    text = refused(hs.UnsupportedConfigurationError, hs.get_optim_state_dict, model, optimizer, options=FULL_FLAT)
-    assert "group 0" in text
+    on_the_root = hs.StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    for options in (FULL_FLAT, on_the_root):  # refused on every rank, also where the root alone would flatten
+        text = refused(hs.UnsupportedConfigurationError, hs.get_optim_state_dict, model, optimizer, options=options)
+        assert "group 0" in text
     model, optimizer = target(kit, groups=[([], {"lr": 1.0}), (NAMES, {"lr": 2.0}), ([], {"lr": 3.0})])
     hs.set_optim_state_dict(model, optimizer, on_root(kit, {"state": {}, "param_groups": saved}), options=BROADCAST)
     assert [10.0, 20.0, 30.0] == [one["lr"] for one in kit.groups(optimizer)]
