@@ -19,8 +19,8 @@ from hyperstate_numpy import arrays, dtypes, job, optimizers, standin
 from hyperstate_numpy.arrays import Parameter, Tensor, tensor
 from hyperstate_numpy.job import run_ranks
 from hyperstate_numpy.kit import Kit
-from hyperstate_numpy.modules import Module, Perceptron, set_gradient
-from hyperstate_numpy.sharded import DeviceMesh, DTensor, Partial, Replicate, Shard, StridedShard, fully_shard
+from hyperstate_numpy.modules import Module, Perceptron, fully_shard, set_gradient
+from hyperstate_numpy.sharded import DeviceMesh, DTensor, Partial, Replicate, Shard, StridedShard
 
 FULL = hs.StateDictOptions(full_state_dict=True)
 ON_ROOT = hs.StateDictOptions(full_state_dict=True, cpu_offload=True)

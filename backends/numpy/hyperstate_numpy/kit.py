@@ -21,8 +21,8 @@ from hyperstate.testing.worker import load_file
 
 from . import arrays, job, optimizers
 from .arrays import CPU, SIM, Parameter, Tensor
-from .modules import Module, Perceptron, set_gradient
-from .sharded import DeviceMesh, DTensor, Placement, Replicate, Shard, fully_shard, plain
+from .modules import Module, Perceptron, fully_shard, set_gradient
+from .sharded import DeviceMesh, DTensor, Placement, Replicate, Shard, plain
 from .tensors import is_sharded
 
 GAPS: dict[str, str] = {}

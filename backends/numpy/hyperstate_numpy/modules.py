@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import META, Parameter, Tensor, empty, tensor, zeros
 from .dtypes import Array, encode
-from .sharded import AnyTensor, DTensor, like, plain
+from .sharded import AnyTensor, DeviceMesh, DTensor, Placement, Replicate, Shard, like, plain
 
 
 class Module:
@@ -213,3 +213,22 @@ class Perceptron(Module):
         for layer in reversed(self.linears[1:]):
             gradient = layer.backward(gradient)
         self.linears[0].backward(self.norm.backward(gradient * (1 - self._bent * self._bent)))
+
+
+def fully_shard(module: Module, mesh: DeviceMesh) -> Module:
+    """Shard every parameter along its first dimension over a 1-D mesh (FSDP), or over the last of a 2-D mesh (HSDP).
+
+    0-d parameters are replicated; buffers stay plain. Parameters become new objects: build optimizers
+    afterwards. Returns `module`.
+    """
+    made: dict[int, DTensor] = {}
+    for inner, name, value in list(module.own_parameters()):
+        if isinstance(value, DTensor):
+            continue
+        if id(value) not in made:
+            last: Placement = Shard(0) if value.shape else Replicate()
+            placements = [*[Replicate()] * (len(mesh.shape) - 1), last]
+            made[id(value)] = DTensor.distribute(value, mesh, placements)
+            made[id(value)].requires_grad = value.requires_grad
+        inner.parameters_[name] = made[id(value)]
+    return module

@@ -1,11 +1,11 @@
-"""The toy framework's sharded tensors: meshes, placements, `DTensor`, `fully_shard`. In PyTorch's words."""
+"""The toy framework's sharded tensors: meshes, placements, `DTensor`. In PyTorch's words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from hyperstate.layout import Box, Layout, Mesh, splits_of
 from . import job
 from .arrays import CPU, Tensor, empty
 from .dtypes import Array
-
-if TYPE_CHECKING:
-    from .modules import Module
 
 
 class Placement:
@@ -218,22 +215,3 @@ def _describe(placement: Any) -> tuple[int, int] | None:
             "redistribute it to Replicate() or Shard() first"
         )
     return int(placement.dim), int(getattr(placement, "split_factor", 1))
-
-
-def fully_shard(module: Module, mesh: DeviceMesh) -> Module:
-    """Shard every parameter along its first dimension over a 1-D mesh (FSDP), or over the last of a 2-D mesh (HSDP).
-
-    0-d parameters are replicated; buffers stay plain. Parameters become new objects: build optimizers
-    afterwards. Returns `module`.
-    """
-    made: dict[int, DTensor] = {}
-    for inner, name, value in list(module.own_parameters()):
-        if isinstance(value, DTensor):
-            continue
-        if id(value) not in made:
-            last: Placement = Shard(0) if value.shape else Replicate()
-            placements = [*[Replicate()] * (len(mesh.shape) - 1), last]
-            made[id(value)] = DTensor.distribute(value, mesh, placements)
-            made[id(value)].requires_grad = value.requires_grad
-        inner.parameters_[name] = made[id(value)]
-    return module
