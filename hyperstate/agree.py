@@ -75,6 +75,13 @@ class Call:
                             for key, ranks in groups]
         return result
 
+    def compare(self, digests: Mapping[str, str]) -> dict[str, list[tuple[int, ...]]]:
+        """By name, the ranks that posted it, those with equal digests together. For few names."""
+        if self.alone:
+            return {name: [self.ranks] for name in digests}
+        verdict = self._meet((), digests)
+        return {name: [tuple(ranks) for _, ranks in groups] for name, groups in verdict["parts"].items()}
+
     def ready(self, faults: Sequence[Fault] = ()) -> None:
         """Wait until all ranks are ready to write; raises one error on all if any has a fault."""
         if self.alone:

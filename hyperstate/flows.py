@@ -15,7 +15,7 @@ from .collect import Held, add_optimizer, hold_model
 from .describe import Values, rebuild
 from .errors import Fault, InvalidStateDictError, OptionError, fault_of
 from .flatten import flatten_optim_state_dict
-from .getters import Result, full, sharded
+from .getters import Result, describe_held, full, sharded
 from .layout import Mesh
 from .options import StateDictOptions, read_options
 from .participants import participants
@@ -71,7 +71,9 @@ def get(
         whole_job = opts.cpu_offload and not held.meshes()
         meshes = _meshes(backend, model, held.meshes(), faults)
         call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
-        values, answered = full(call, held, faults.found, root_only=opts.cpu_offload)
+        parts = faults.guard(lambda: describe_held(call, held, root_only=opts.cpu_offload)) or {}
+        flat = opts.flatten_optimizer_state_dict
+        values, answered = full(call, held, parts, faults.found, root_only=opts.cpu_offload, flat=flat)
     strip = None if opts.keep_submodule_prefixes or submodules is None else backend.model(model).prefixes(submodules)
     model_dict = {_strip(key[1], strip): value for key, value in values.items() if key[0] == "model"}
     if optimizer is None:

@@ -12,7 +12,7 @@ from .agree import Call
 from .backend import Backend, Local, Place
 from .collect import Held
 from .describe import content_digest, rebuild, show
-from .errors import Fault, raise_faults
+from .errors import Fault, UnsupportedConfigurationError, raise_faults
 from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
 from .plan import Move, plan, to_ranks
@@ -86,19 +86,30 @@ def _copy_later(backend: Backend, local: Local, place: Place, copies: list[tuple
 # -- full --------------------------------------------------------------------------------------------
 
 
-def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) -> tuple[Result, dict[str, bool]]:
+def describe_held(call: Call, held: Held, *, root_only: bool) -> dict[str, Any]:
+    """What this rank tells the others in a full getter. Raises for values without data."""
+    for key, values in held.values.tensors.items():
+        if any(map(call.backend.tensors.is_meta, values)):
+            raise UnsupportedConfigurationError(f"{show(key)} is a meta tensor: it has no data yet; load the model first")
+    _mark_replicas(call.backend, held, every=not root_only and not call.alone)
+    params = {("param", fqn): tensor_entry(replace(spec, form="") if spec.form else spec) for fqn, spec in held.params.items()}
+    groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
+    return {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
+
+
+def full(
+    call: Call, held: Held, parts: dict[str, Any], faults: Sequence[Fault], *, root_only: bool, flat: bool
+) -> tuple[Result, dict[str, bool]]:
     """Full tensors on every holder, or (`root_only`, on the host) on the root rank of each entry.
 
-    Also tells which parameters of the optimizer this rank answers for in `param_groups`.
+    `parts` come from `describe_held`. Also tells which parameters of the optimizer this rank answers for in
+    `param_groups`.
     """
-    _mark_replicas(call.backend, held, every=not root_only and not call.alone)
-    groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
-    params = {("param", fqn): tensor_entry(replace(spec, form="") if spec.form else spec) for fqn, spec in held.params.items()}
-    parts = call.describe(
-        faults, {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
-    )
-    variants = merge(parts["entries"])
-    raise_faults([*check_alike(variants, call.ranks), *check_groups(parts["groups"])], call.what)
+    classes = call.describe(faults, parts)
+    variants = merge(classes["entries"])
+    raise_faults([*check_alike(variants, call.ranks), *check_groups(classes["groups"])], call.what)
+    if flat:
+        _check_twins(call, held, variants)
     roots = {key: root_of(same) for key, same in variants.items()}
     answered = {key[1]: not root_only or roots[key] == call.me for key in variants if key[0] == "param"}
     wanted = {
@@ -107,6 +118,30 @@ def full(call: Call, held: Held, faults: Sequence[Fault], *, root_only: bool) ->
         if key[0] != "param" and (mine := _wanted(same, call.me, roots[key], root_only)) is not None
     }
     return _Gather(call, held, variants, roots, root_only).run(wanted), answered
+
+
+def _check_twins(call: Call, held: Held, variants: Variants) -> None:
+    """Refuse optimizer state that two meshes hold under one FQN with different contents: a flat dict has one place.
+
+    Meshes of one shape are compared shard by shard. All ranks reach the same answer, with one more meeting at most.
+    """
+    twins = [key for key, same in variants.items() if key[0] == "state" and len({v.layout() for v in same} - {None}) > 1]
+    if not twins:
+        return
+    posts: dict[str, str] = {}
+    for key in twins:
+        entry = held.values.entries.get(key, Entry(None))
+        for i, spec in enumerate(entry.leaves):
+            if spec.layout is not None and (box := spec.layout.box(spec.shape, call.me)):
+                name = f"{show(key)} {i} {box.start} {box.stop}"
+                posts[name] = content_digest(call.backend.tensors, held.values.tensors[key][i])
+    faults = [
+        Fault(ranks[1][0], "DisagreementError", f"{name}: ranks {ranks[0]} and {ranks[1]} hold different contents under "
+              "one name, and a flat dict has one place for it; use the nested form, or ranks= for each stage")
+        for name, ranks in call.compare(posts).items()
+        if len(ranks) > 1
+    ]
+    raise_faults(faults, call.what)
 
 
 def _mark_replicas(backend: Backend, held: Held, *, every: bool) -> None:

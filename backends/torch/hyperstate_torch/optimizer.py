@@ -238,7 +238,8 @@ class TorchOptimizer:
             for key, value in shared.items():
                 optimizer.state[key] = self._merged(optimizer.state.get(key), value, pairs)
         self._tensors.copy(pairs)
-        if any(_is_number(value) for param in state for value in optimizer.state[self.param(param)].values()):
+        numbers = (_is_number(value) for param in state for value in optimizer.state[self.param(param)].values())
+        if isinstance(optimizer, torch.optim.Optimizer) and any(numbers):
             # Checkpoints older than torch 1.12 keep counters as numbers; the class knows which it wants as tensors.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 

@@ -20,6 +20,7 @@ from hyperstate.testing.cases.tools import (
     close,
     grid,
     live,
+    refused,
     placing,
     shown,
     tensor,
@@ -125,6 +126,25 @@ def a_name_on_several_meshes_appears_once_on_the_lowest_rank(kit: Kit) -> None:
     assert expected == sorted(model_dict)
     assert expected == sorted(optim_dict.get("state", {}))
     assert expected == sorted(fqn for group in optim_dict.get("param_groups", []) for fqn in group["params"])
+
+
+@case(4)
+def one_name_with_two_contents_has_no_flat_form(kit: Kit) -> Any:
+    """Two stages that call different tensors by one name would overwrite each other in a flat dict."""
+    dp = kit.mesh((2, 2), ("pp", "dp"))["dp"]
+    flat = hs.StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    texts = []
+    for apart in (0, 1):
+        model = kit.with_parameters({"norm.weight": tensor(kit, grid((6,)), (dp, ("S0",)))})
+        optimizer = kit.optimizer(model)
+        kit.fake_step(model, optimizer, seed=apart * (kit.rank // 2))
+        if apart:
+            texts.append(refused(hs.DisagreementError, hs.get_optim_state_dict, model, optimizer, options=flat, ranks=range(4)))
+        else:
+            found = hs.get_optim_state_dict(model, optimizer, options=flat, ranks=range(4))
+            assert (kit.rank == 0) == ("state.norm.weight.exp_avg" in found)
+    assert "norm.weight" in texts[0] and "ranks" in texts[0]
+    return texts
 
 
 @case(4)
