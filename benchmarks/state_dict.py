@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 MIB = 2**20
@@ -77,13 +78,13 @@ def new_optimizer(model: Any, stepped: bool) -> Any:
 
 
 def loopback() -> int:
-    with open("/proc/net/dev") as file:
+    with Path("/proc/net/dev").open() as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[0])
 
 
 def status(name: str) -> int:
-    with open("/proc/self/status") as file:
+    with Path("/proc/self/status").open() as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
@@ -93,8 +94,7 @@ def measured(result: dict[str, float]) -> Iterator[None]:
 
     gc.collect()
     dist.barrier()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+    Path("/proc/self/clear_refs").write_text("5")
     start, wire, cpu, wall = status("VmRSS"), loopback(), time.process_time(), time.perf_counter()
     dist.barrier()
     yield
@@ -148,6 +148,12 @@ def operations(model: Any, args: argparse.Namespace) -> dict[str, dict[str, Call
     def ours(call: Callable[..., Any], *objects: Any, **options: bool) -> Callable[[], Any]:
         return lambda: call(*objects, options=hs.StateDictOptions(**options))
 
+    def fresh(whose: Callable[..., Callable[[], Any]], call: Callable[..., Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            return whose(call, model, new_optimizer(model, False), optim_dict if root else {}, **bcast)()
+
+        return run
+
     rows: dict[str, dict[str, Callable[[], Any]]] = {
         "get_model full+cpu": {
             "torch": theirs(dcp.get_model_state_dict, model, **full_cpu),
@@ -178,12 +184,8 @@ def operations(model: Any, args: argparse.Namespace) -> dict[str, dict[str, Call
             "floor": lambda: floor(2 * local, False),
         },
         "set_optim bcast fresh": {
-            "torch": lambda: theirs(
-                dcp.set_optimizer_state_dict, model, new_optimizer(model, False), optim_dict if root else {}, **bcast
-            )(),
-            "hyperstate": lambda: ours(
-                hs.set_optim_state_dict, model, new_optimizer(model, False), optim_dict if root else {}, **bcast
-            )(),
+            "torch": fresh(theirs, dcp.set_optimizer_state_dict),
+            "hyperstate": fresh(ours, hs.set_optim_state_dict),
         },
         "set_model full": {
             "torch": theirs(dcp.set_model_state_dict, model, whole, full_state_dict=True),
@@ -211,8 +213,10 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard")) if args.hsdp else (
-        init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    mesh = (
+        init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+        if args.hsdp
+        else (init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
     )
     model = build(args.model, mesh)
     results: dict[str, dict[str, list[Any]]] = {}

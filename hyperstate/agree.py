@@ -71,8 +71,10 @@ class Call:
         self._forget_last_call()
         result = {}
         for name, groups in verdict["parts"].items():
-            result[name] = [(tuple(ranks), self._fetch(key, ranks, groups, wire[name], mine[name], parts[name]))
-                            for key, ranks in groups]
+            result[name] = [
+                (tuple(ranks), self._fetch(key, ranks, groups, wire[name], mine[name], parts[name]))
+                for key, ranks in groups
+            ]
         return result
 
     def compare(self, digests: Mapping[str, str]) -> dict[str, list[tuple[int, ...]]]:
@@ -109,9 +111,7 @@ class Call:
             "mixed; load them again"
         )
 
-    def _fetch(
-        self, key: str, ranks: Sequence[int], groups: Sequence[Any], data: bytes, mine: str, value: Any
-    ) -> Any:
+    def _fetch(self, key: str, ranks: Sequence[int], groups: Sequence[Any], data: bytes, mine: str, value: Any) -> Any:
         """The description named `key`; its lowest holder publishes it if others need it."""
         name = f"{self._prefix}/part/{key}"
         if key == mine:
@@ -174,10 +174,15 @@ class Call:
         if found is None:
             absent = [r for r in self.ranks if self.backend.control.get(f"{self._prefix}/{r}", 0.0) is None]
             if absent:
-                self._decide(self._prefix, {"absent": (
-                    f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make the "
-                    f"call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
-                )})
+                self._decide(
+                    self._prefix,
+                    {
+                        "absent": (
+                            f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make "
+                            f"the call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
+                        )
+                    },
+                )
             found = self.backend.control.get(key, max(self.timeout, SLICE_S))
         if found is None:
             raise AbsentRankError(f"{self.what}: rank {self.leader} was lost before it gave the verdict")

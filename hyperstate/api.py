@@ -99,9 +99,7 @@ def set_optim_state_dict(
     says how a fresh optimizer keeps state of sharded parameters. Groups are matched by FQN.
     Guarantees and errors as in `set_model_state_dict`.
     """
-    given = Given(
-        optim_dict=state_dict, sections=("optimizer",), state_form=state_form, check_sources=check_sources
-    )
+    given = Given(optim_dict=state_dict, sections=("optimizer",), state_form=state_form, check_sources=check_sources)
     return put("set_optim_state_dict", model, optimizer, given, options, ranks, timeout)
 
 
@@ -119,9 +117,7 @@ def set_state_dict(
     check_sources: bool = False,
 ) -> IncompatibleKeys:
     """Put both back under one verdict: either both are loaded or neither is touched."""
-    given = Given(
-        model_state_dict, optim_state_dict, ("model", "optimizer"), state_form, device, check_sources
-    )
+    given = Given(model_state_dict, optim_state_dict, ("model", "optimizer"), state_form, device, check_sources)
     return put("set_state_dict", model, optimizer, given, options, ranks, timeout)
 
 

@@ -43,7 +43,12 @@ class Values:
 
 
 def describe(
-    tensors: Tensors, values: Mapping[Key, Any], read: Read | None = None, *, carry_objects: bool = False, inline: bool = False
+    tensors: Tensors,
+    values: Mapping[Key, Any],
+    read: Read | None = None,
+    *,
+    carry_objects: bool = False,
+    inline: bool = False,
 ) -> Values:
     """Take `values` apart.
 
@@ -105,9 +110,7 @@ def _object(item: Any, carry: bool) -> Any:
         raise UnsupportedConfigurationError(f"an object of type {type(item).__qualname__}: {error}") from error
 
 
-def rebuild(
-    skeleton: Any, leaf: Callable[[int], Any], counter: Callable[[TensorSpec, bytes], Any]
-) -> Any:
+def rebuild(skeleton: Any, leaf: Callable[[int], Any], counter: Callable[[TensorSpec, bytes], Any]) -> Any:
     """The value of `skeleton` from its tensor leaves (by index) and its counters."""
 
     def make(item: Any) -> Any:

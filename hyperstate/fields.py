@@ -14,7 +14,7 @@ from .describe import rebuild
 from .errors import Fault
 from .merge import Variant
 from .resolve import Mode, Resolver
-from .schema import Entry, is_opaque, alike
+from .schema import Entry, alike, is_opaque
 from .sourcing import OWN_FIELDS
 
 Skeletons = dict[str, Any]
@@ -50,7 +50,10 @@ def new_fields(
 
 def _by_fqn(groups: Any, resolver: Resolver) -> dict[str, Skeletons]:
     return {
-        resolver.names.get(fqn, fqn): fields for fqns, skeleton in groups for fields in [_pairs(skeleton)] for fqn in fqns
+        resolver.names.get(fqn, fqn): fields
+        for fqns, skeleton in groups
+        for fields in [_pairs(skeleton)]
+        for fqn in fqns
     }
 
 
@@ -78,7 +81,9 @@ def _agreed(
     names = sorted(name for name in fields if name in first and not alike(first[name], fields[name]))
     if names:
         values = ", ".join(f"{name}: {_short(first[name])} and {_short(fields[name])}" for name in names)
-        text = f"param group {number} of the target gets two values for {values} ({fqn!r} disagrees with those before it)"
+        text = (
+            f"param group {number} of the target gets two values for {values} ({fqn!r} disagrees with those before it)"
+        )
         if strict:
             faults.append(Fault(me, "IncompatibleStateError", text))
         else:

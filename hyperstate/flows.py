@@ -167,17 +167,24 @@ def put(
     source, described = Source(), Values()
     if not faults.found:
         source = faults.guard(lambda: _read(backend, given, target.held, opts)) or source
-        described = faults.guard(
-            lambda: describe_source(
-                backend.tensors,
-                source,
-                opts.broadcast_from_rank0,
-                given.check_sources,
-                None if opts.full_state_dict else target.held,
-                faults.rank,
+        described = (
+            faults.guard(
+                lambda: describe_source(
+                    backend.tensors,
+                    source,
+                    opts.broadcast_from_rank0,
+                    given.check_sources,
+                    None if opts.full_state_dict else target.held,
+                    faults.rank,
+                )
             )
-        ) or described
-    parts = {} if faults.found else faults.guard(lambda: describe_parts(backend, target, source, described, opts.broadcast_from_rank0)) or {}
+            or described
+        )
+    parts = (
+        {}
+        if faults.found
+        else faults.guard(lambda: describe_parts(backend, target, source, described, opts.broadcast_from_rank0)) or {}
+    )
     passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
     meshes = _meshes(backend, model, [*target.held.meshes(), *passed], faults)
     call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
@@ -210,8 +217,8 @@ def _read(backend: Backend, given: Given, held: Held, opts: StateDictOptions) ->
     lacking = [section for section in given.sections if needed[section] and section not in source.given]
     if lacking and opts.full_state_dict and not opts.broadcast_from_rank0:
         raise InvalidStateDictError(
-            f"no {' and no '.join(lacking)} state dict was passed; full_state_dict=True needs it on every rank. If only "
-            "the root rank holds it, set broadcast_from_rank0=True"
+            f"no {' and no '.join(lacking)} state dict was passed; full_state_dict=True needs it on every rank. If "
+            "only the root rank holds it, set broadcast_from_rank0=True"
         )
     return source
 
@@ -269,9 +276,7 @@ def _call(
     limit = backend.fabric.timeout() if limit is None else limit
     explicit = None if ranks is None else faults.guard(lambda: tuple(backend.ranks_of(ranks)))
     whole_job = whole_job or meshes is None
-    members = faults.guard(
-        lambda: participants(meshes or (), me, world, whole_job=whole_job, explicit=explicit)
-    )
+    members = faults.guard(lambda: participants(meshes or (), me, world, whole_job=whole_job, explicit=explicit))
     if members is None and explicit and set(explicit) <= set(range(world)) and len(set(explicit)) == len(explicit):
         if me not in explicit:
             faults.raise_here()
@@ -282,7 +287,9 @@ def _call(
 def _what(name: str, opts: StateDictOptions) -> str:
     """The call as participants must all make it."""
     default = StateDictOptions()
-    chosen = [f"{f.name}={getattr(opts, f.name)}" for f in fields(opts) if getattr(opts, f.name) != getattr(default, f.name)]
+    chosen = [
+        f"{f.name}={getattr(opts, f.name)}" for f in fields(opts) if getattr(opts, f.name) != getattr(default, f.name)
+    ]
     return f"{name}({', '.join(chosen)})"
 
 

@@ -90,9 +90,13 @@ def describe_held(call: Call, held: Held, *, root_only: bool) -> dict[str, Any]:
     """What this rank tells the others in a full getter. Raises for values without data."""
     for key, values in held.values.tensors.items():
         if any(map(call.backend.tensors.is_meta, values)):
-            raise UnsupportedConfigurationError(f"{show(key)} is a meta tensor: it has no data yet; load the model first")
+            raise UnsupportedConfigurationError(
+                f"{show(key)} is a meta tensor: it has no data yet; load the model first"
+            )
     _mark_replicas(call.backend, held, every=not root_only and not call.alone)
-    params = {("param", fqn): tensor_entry(replace(spec, form="") if spec.form else spec) for fqn, spec in held.params.items()}
+    params = {
+        ("param", fqn): tensor_entry(replace(spec, form="") if spec.form else spec) for fqn, spec in held.params.items()
+    }
     groups = [[fqns, held.fields.entries[("group", i)].skeleton] for i, (fqns, _) in enumerate(held.groups)]
     return {"entries": pack_entries({**held.values.entries, **params}), "groups": groups}
 
@@ -125,7 +129,9 @@ def _check_twins(call: Call, held: Held, variants: Variants) -> None:
 
     Meshes of one shape are compared shard by shard. All ranks reach the same answer, with one more meeting at most.
     """
-    twins = [key for key, same in variants.items() if key[0] == "state" and len({v.layout() for v in same} - {None}) > 1]
+    twins = [
+        key for key, same in variants.items() if key[0] == "state" and len({v.layout() for v in same} - {None}) > 1
+    ]
     if not twins:
         return
     posts: dict[str, str] = {}
@@ -136,8 +142,12 @@ def _check_twins(call: Call, held: Held, variants: Variants) -> None:
                 name = f"{show(key)} {i} {box.start} {box.stop}"
                 posts[name] = content_digest(call.backend.tensors, held.values.tensors[key][i])
     faults = [
-        Fault(ranks[1][0], "DisagreementError", f"{name}: ranks {ranks[0]} and {ranks[1]} hold different contents under "
-              "one name, and a flat dict has one place for it; use the nested form, or ranks= for each stage")
+        Fault(
+            ranks[1][0],
+            "DisagreementError",
+            f"{name}: ranks {ranks[0]} and {ranks[1]} hold different contents under "
+            "one name, and a flat dict has one place for it; use the nested form, or ranks= for each stage",
+        )
         for name, ranks in call.compare(posts).items()
         if len(ranks) > 1
     ]
@@ -272,5 +282,3 @@ class _Gather:
             return self.backend.tensors.from_raw(data, spec, place)
 
         return rebuild(entry.skeleton, lambda i: self.full[key, i], counter)
-
-

@@ -194,7 +194,9 @@ def _shards(layout: Layout, shape: Shape) -> tuple[tuple[Box, tuple[int, ...]], 
     return tuple((box, tuple(ranks)) for box, ranks in found.items())
 
 
-def splits_of(placements: Sequence[tuple[int, int] | None], mesh_shape: Shape, ndim: int) -> tuple[tuple[int, ...], ...]:
+def splits_of(
+    placements: Sequence[tuple[int, int] | None], mesh_shape: Shape, ndim: int
+) -> tuple[tuple[int, ...], ...]:
     """Splits from one placement per mesh dimension: None replicates, ``(dim, split_factor)`` shards.
 
     A split factor f means that later mesh dimensions of total size f split the same tensor dimension

@@ -114,7 +114,9 @@ def _difference(key: Key, a: Variant, b: Variant) -> str:
     if len(left.leaves) == len(right.leaves):
         for x, y in zip(left.leaves, right.leaves, strict=True):
             if (x.dtype, x.shape) != (y.dtype, y.shape):
-                return f"{_says(a)} has {brief(x)}, {_says(b)} has {brief(y)}; names that are local to a stage need ranks="
+                return (
+                    f"{_says(a)} has {brief(x)}, {_says(b)} has {brief(y)}; names that are local to a stage need ranks="
+                )
             if (x.layout is None) != (y.layout is None):
                 return f"it is sharded on {_says(a)} and plain on {_says(b)}"
             if x.form != y.form and "replica" in x.form + y.form:

@@ -1,4 +1,4 @@
-"""Which ranks take part in a call (SPEC.md 10, documented in docs/participants.md). Pure arithmetic."""
+"""Which ranks take part in a call (docs/participants.md). Pure arithmetic."""
 
 from __future__ import annotations
 

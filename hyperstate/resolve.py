@@ -131,7 +131,9 @@ class Resolver:
             self.out.ignored.append(key)
             if self.mode.check_sources and len(given) > 1:
                 other = next(rank for rank in sorted(passing) if passing[rank].entry != passing[root].entry)
-                self._fault(other, f"{show(key)}: what rank {other} passes differs from what the source, rank {root}, does")
+                self._fault(
+                    other, f"{show(key)}: what rank {other} passes differs from what the source, rank {root}, does"
+                )
         chosen = passing[root]
         if chosen.layout() is None:
             return [Variant(chosen.entry, (root,))]

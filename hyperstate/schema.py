@@ -130,6 +130,7 @@ def counter_of(skeleton: Any) -> tuple[TensorSpec, bytes]:
     dtype, shape, content = skeleton["T"]
     return TensorSpec(dtype, tuple(shape)), bytes.fromhex(content)
 
+
 TakeLeaf = Callable[[Any], Any]
 
 LONG_BITS = 1024

@@ -88,9 +88,7 @@ def set_all(
     fields: list[dict[str, Any] | None] = []
     try:
         if not (found or result.faults):
-            fields, disputed = new_fields(
-                call.backend, target.held, classes["sources"], source.groups, resolver, mode
-            )
+            fields, disputed = new_fields(call.backend, target.held, classes["sources"], source.groups, resolver, mode)
             found += disputed
             prepared = _prepare(call.backend, target, result)
             prepared.objects = _own_objects(described, result)
@@ -116,7 +114,9 @@ def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
 # -- descriptions ------------------------------------------------------------------------------------
 
 
-def describe_parts(backend: Backend, target: Target, source: Source, described: Values, carry_objects: bool) -> dict[str, Any]:
+def describe_parts(
+    backend: Backend, target: Target, source: Source, described: Values, carry_objects: bool
+) -> dict[str, Any]:
     """What this rank tells the others: its target, and what it passes."""
     return {"targets": _target_part(target), "sources": _source_part(backend, source, described, carry_objects)}
 
@@ -155,7 +155,8 @@ def _nothing_given(sources: Classes, target: Target) -> list[Fault]:
         Fault(
             sources[0][0][0],
             InvalidStateDictError.__name__,
-            f"no participating rank passes a state dict for the {section}; with broadcast_from_rank0=True the root must",
+            f"no participating rank passes a state dict for the {section}; with broadcast_from_rank0=True the root "
+            "must",
         )
         for section in target.needs()
         if section not in given
@@ -262,9 +263,7 @@ def _passed(described: Values, key: Key, names: dict[Key, Key]) -> list[Any]:
     return described.tensors[names.get(key, key)]
 
 
-def _commit(
-    backend: Backend, target: Target, result: Resolution, prepared: _Prepared, fields: Sequence[Any]
-) -> None:
+def _commit(backend: Backend, target: Target, result: Resolution, prepared: _Prepared, fields: Sequence[Any]) -> None:
     handed: dict[str, Any] = {}
     state: dict[ParamId, dict[Any, Any]] = {}
     shared: dict[Any, Any] = {}

@@ -119,9 +119,7 @@ def _integer_names(tensors: Tensors, state: Mapping[Any, Any], groups: Sequence[
             f"integer keys can't be matched: groups of {[len(n) for n in listed]} parameters were passed, the "
             f"optimizer has groups of {[len(f) for f in want]}; {how}"
         )
-    names = {
-        name: fqn for ids, fqns in zip(listed, want, strict=True) for name, fqn in zip(ids, fqns, strict=True)
-    }
+    names = {name: fqn for ids, fqns in zip(listed, want, strict=True) for name, fqn in zip(ids, fqns, strict=True)}
     for number in numbers:
         if number not in names:
             raise IncompatibleStateError(f"state key {number} is in no param group; {how}")

@@ -78,7 +78,9 @@ def read_state(spec: TensorSpec, param: TensorSpec | None, rule: Rule | None, me
     return TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS)
 
 
-def _read_by(rule: Callable[[TensorSpec, Shape], Layout | None], spec: TensorSpec, param: TensorSpec, me: int) -> TensorSpec:
+def _read_by(
+    rule: Callable[[TensorSpec, Shape], Layout | None], spec: TensorSpec, param: TensorSpec, me: int
+) -> TensorSpec:
     """The one global shape, of those that state most often has, whose layout gives rank `me` the shape of `spec`.
 
     Where none does, the tensor is everybody's if the rule says so.

@@ -66,7 +66,7 @@ class Kit(Protocol):
         lr: float = 0.01,
         groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]] | None = None,
     ) -> Any:
-        """"adam"; "sgd" (no state); "momentum"; "local": Adam with the plain float32 tensors ``m`` and ``v`` of the
+        """ "adam"; "sgd" (no state); "momentum"; "local": Adam with the plain float32 tensors ``m`` and ``v`` of the
         local shard's shape and an int ``step``; "custom": descent that keeps whatever a case puts into `state`,
         in a new class at each call, so that ``register_state_layout`` of one case does not reach another.
 

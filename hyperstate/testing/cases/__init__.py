@@ -1,8 +1,8 @@
 """The conformance cases: what every backend must do, as functions that run on every rank of a job.
 
 A case is ``case(kit, **arguments)``; it asserts by itself, and what it returns must be equal on all
-ranks. The files follow SPEC.md: forms (2, 4), loads,
-matching and groups (3, 5, 6), values, refusals, participants (10), laws, losses.
+ranks. The files: forms (what getters return), loads, matching and groups (what setters do), values,
+refusals, participants, laws, losses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What getters return: SPEC.md 2 and 4, on every topology, against unsharded values."""
+"""What getters return, on every topology, against unsharded values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hyperstate.testing.cases.tools import (
     close,
     grid,
     live,
-    refused,
     placing,
+    refused,
     shown,
     tensor,
     truth,
@@ -139,7 +139,9 @@ def one_name_with_two_contents_has_no_flat_form(kit: Kit) -> Any:
         optimizer = kit.optimizer(model)
         kit.fake_step(model, optimizer, seed=apart * (kit.rank // 2))
         if apart:
-            texts.append(refused(hs.DisagreementError, hs.get_optim_state_dict, model, optimizer, options=flat, ranks=range(4)))
+            texts.append(
+                refused(hs.DisagreementError, hs.get_optim_state_dict, model, optimizer, options=flat, ranks=range(4))
+            )
         else:
             found = hs.get_optim_state_dict(model, optimizer, options=flat, ranks=range(4))
             assert (kit.rank == 0) == ("state.norm.weight.exp_avg" in found)

@@ -1,4 +1,4 @@
-"""Param groups, integer keys and flat dicts on their way into an optimizer: SPEC.md 5 and 6."""
+"""Param groups, integer keys and flat dicts on their way into an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What setters do with values: SPEC.md 3 and the state part of 5."""
+"""What setters do with values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits and what does not: names, shapes and dtypes of the values that a setter is given (SPEC.md 3 and 5)."""
+"""What fits and what does not: names, shapes and dtypes of the values that a setter is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a call, and where values come from under broadcast: SPEC.md 10, row by row."""
+"""Who takes part in a call, and where values come from under broadcast, row by row (docs/participants.md)."""
 
 from __future__ import annotations
 
