@@ -174,15 +174,11 @@ class Call:
         if found is None:
             absent = [r for r in self.ranks if self.backend.control.get(f"{self._prefix}/{r}", 0.0) is None]
             if absent:
-                self._decide(
-                    self._prefix,
-                    {
-                        "absent": (
-                            f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make "
-                            f"the call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
-                        )
-                    },
+                text = (
+                    f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make the "
+                    f"call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
                 )
+                self._decide(self._prefix, {"absent": text})
             found = self.backend.control.get(key, max(self.timeout, SLICE_S))
         if found is None:
             raise AbsentRankError(f"{self.what}: rank {self.leader} was lost before it gave the verdict")

@@ -32,11 +32,11 @@ class Copy(NamedTuple):
 class Move(NamedTuple):
     """One tensor's way from one layout to another.
 
-    `index` names the tensor to the caller; `forward` says that the source storage is what an
+    `tensor` is the caller's number for it; `forward` says that the source storage is what an
     earlier stage wrote.
     """
 
-    index: int
+    tensor: int
     dtype: str
     shape: Shape
     source: Layout
@@ -136,7 +136,7 @@ def staged(move: Move, target_dtype: str) -> list[Move]:
     each further stage, in the dtype that the first one keeps.
     """
     return [
-        Move(move.index, move.dtype if stage == 0 else target_dtype, move.shape, source, target, stage > 0)
+        Move(move.tensor, move.dtype if stage == 0 else target_dtype, move.shape, source, target, stage > 0)
         for stage, (source, target) in enumerate(_staged_layouts(move.source, move.target))
     ]
 

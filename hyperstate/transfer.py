@@ -129,10 +129,10 @@ class _Runner:
 
     def _from(self, piece: Piece) -> Local:
         move = self.stage.moves[piece.move]
-        return self._view((self._target if move.forward else self._source)(move.index), piece.box)
+        return self._view((self._target if move.forward else self._source)(move.tensor), piece.box)
 
     def _to(self, piece: Piece) -> Local:
-        return self._view(self._target(self.stage.moves[piece.move].index), piece.box)
+        return self._view(self._target(self.stage.moves[piece.move].tensor), piece.box)
 
     def _view(self, storage: tuple[Local, Box], box: Box) -> Local:
         local, held = storage

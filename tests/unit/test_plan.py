@@ -60,11 +60,11 @@ def carry_out(moves, sources, ranks, limit=LIMIT):
         before = [{rank: dict(held) for rank, held in target.items()} for target in targets]
 
         def read(rank, move, box, before=before):
-            held = before[move.index] if move.forward else sources[move.index]
+            held = before[move.tensor] if move.forward else sources[move.tensor]
             return [held[rank][index] for index in elements(box)]
 
         def write(rank, move, box, values):
-            targets[move.index][rank].update(zip(elements(box), values, strict=True))
+            targets[move.tensor][rank].update(zip(elements(box), values, strict=True))
 
         for rank, stage in here.items():
             for piece in stage.local:
@@ -100,7 +100,7 @@ def _deliver(here, n, rank, depth, limit, read, write, traffic):
             else:
                 values = read(peer, move, piece.box)
             write(rank, move, piece.box, values)
-            traffic.received += [(rank, move.index, index) for index in elements(piece.box)]
+            traffic.received += [(rank, move.tensor, index) for index in elements(piece.box)]
         assert 0 < payload <= limit
         traffic.messages[depth, peer, rank] += 1
         traffic.sent[depth, peer, rank] += payload
@@ -331,7 +331,7 @@ def test_one_rank_of_16384_plans_with_work_in_proportion_to_the_ranks(monkeypatc
         for one in stage.rounds
         for peer, message in one.recvs.items()
         for piece in message.packed
-        if stage.moves[piece.move].index == 0
+        if stage.moves[piece.move].tensor == 0
     ]
     assert [(5, 136 + 3 * 256, Box((2176, 0), (2192, 8)))] == arrivals
 
