@@ -11,7 +11,7 @@ from .agree import Classes
 from .describe import show
 from .errors import Fault
 from .layout import Layout
-from .schema import Entry, Key, TensorSpec, alike, unpack_entries
+from .schema import Entry, Key, TensorSpec, alike, tensor_entry, unpack_entries
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, OPAQUE
 
 
@@ -41,7 +41,15 @@ def merge(classes: Classes) -> Variants:
         for key, entry in unpack_entries(packed).items():
             before = found.get(key)
             found[key] = [Variant(entry, ranks)] if before is None else _add(before, Variant(entry, ranks))
-    return {key: settle(same) for key, same in found.items()} if len(classes) > 1 else found
+    if len(classes) == 1:
+        return found
+    return {key: settle(same, _parameter_of(key, found)) if len(same) > 1 else same for key, same in found.items()}
+
+
+def _parameter_of(key: Key, found: Variants) -> TensorSpec | None:
+    """The parameter to which a state value belongs, if all ranks have it on one mesh."""
+    same = found.get(("param", key[1]), []) if key[0] == "state" else []
+    return same[0].entry.leaves[0] if len(same) == 1 else None
 
 
 def _add(variants: list[Variant], new: Variant) -> list[Variant]:
@@ -53,14 +61,22 @@ def _add(variants: list[Variant], new: Variant) -> list[Variant]:
     return [*variants, new]
 
 
-def settle(variants: list[Variant]) -> list[Variant]:
-    """Read one-element shards, which decide nothing alone, as the other ranks' part of the same value is read."""
-    if len(variants) < 2:
-        return variants
+def settle(variants: list[Variant], param: TensorSpec | None) -> list[Variant]:
+    """Read tensors that decide nothing alone as the other ranks' part of the same value is read.
+
+    A statistic has one shape on all ranks. So parts of different shapes, each that of its rank's shard of
+    `param`, are shards.
+    """
+    shards = None if param is None or param.layout is None else TensorSpec("", param.shape, param.layout, LOCAL)
+    apart = len({entry.leaves[0].shape for entry, _ in variants if entry.leaves}) > 1
     merged: list[Variant] = []
     for entry, ranks in variants:
         if entry.leaves and entry.leaves[0].form == AMBIGUOUS:
-            entry = next((v.entry for v in variants if _could_be(entry.leaves[0], v.entry, ranks)), entry)
+            spec = entry.leaves[0]
+            others = [v.entry for v in variants]
+            if apart and shards is not None:
+                others.append(tensor_entry(replace(shards, dtype=spec.dtype)))
+            entry = next((other for other in others if _could_be(spec, other, ranks)), entry)
         merged = _add(merged, Variant(entry, ranks))
     return merged
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from .backend import Tensors
@@ -147,8 +146,8 @@ def describe_source(
 ) -> Values:
     """The entries that `source` brings. Under `broadcast` a meta tensor counts as absent, else it is an error.
 
-    With `held`, the target of a sharded dict, a plain tensor of one element that is as large as rank `me`'s
-    shard of its parameter is AMBIGUOUS: it is that shard if other ranks pass theirs as sharded tensors.
+    With `held`, the target of a sharded dict, a plain tensor that could be rank `me`'s shard of its parameter
+    and a statistic as well is AMBIGUOUS: it is that shard if other ranks pass theirs as sharded tensors.
 
     With `digests` the specs carry a digest of the contents, for `check_sources=`.
     """
@@ -159,7 +158,7 @@ def describe_source(
     live = {key: value for key, value in values.items() if key not in meta}
 
     def read(key: Key, spec: TensorSpec) -> TensorSpec:
-        if held is None or key[0] != "state" or prod(spec.shape) != 1 or held.rules.get(key[2]) == REPLICATED:
+        if held is None or key[0] != "state" or held.rules.get(key[2]) == REPLICATED:
             return spec
         fqn: str = key[1]
         seen = read_state(spec, held.params.get(held.names.get(fqn, fqn)), None, me)

@@ -73,7 +73,7 @@ def read_state(spec: TensorSpec, param: TensorSpec | None, rule: Rule | None, me
         return _read_by(rule, spec, param, me)
     if not fits:
         return spec
-    if rule == LIKE_PARAM or (prod(spec.shape) != 1 and _decisive(param)):
+    if rule == LIKE_PARAM or not _could_be_statistic(spec.shape, param.shape):
         return TensorSpec(spec.dtype, param.shape, param.layout, LOCAL)
     return TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS)
 
@@ -97,15 +97,10 @@ def _read_by(
     return readings[0] if len(readings) == 1 else TensorSpec(spec.dtype, spec.shape, None, AMBIGUOUS)
 
 
-def _decisive(param: TensorSpec) -> bool:
-    """Whether a tensor of the local shape can only be a shard: shards differ, or no statistic has that shape."""
-    assert param.layout is not None
-    shapes = {box.shape for box, _ in param.layout.shards(param.shape)}
-    empty = len(param.layout.shards(param.shape)) * len(param.layout.replicas) < len(param.layout.mesh.ranks)
-    if len(shapes) > 1 or empty:
-        return True
-    (shape,) = shapes
-    return prod(shape) > 1 and shape not in _statistics(param.shape)
+def _could_be_statistic(shape: Shape, param: Shape) -> bool:
+    """Whether a statistic of a parameter, kept by every rank, could have this shape: a reduction, a square matrix."""
+    square = len(shape) == 2 and shape[0] == shape[1] and shape[0] in param
+    return prod(shape) == 1 or square or shape in _statistics(param)
 
 
 def _statistics(shape: Shape) -> dict[Shape, list[tuple[tuple[int, ...], bool]]]:

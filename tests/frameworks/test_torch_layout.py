@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hyperstate as hs
 from hyperstate.layout import Layout
+from hyperstate.schema import TensorSpec
 
 Shape = tuple[int, ...]
 Make = Callable[[DeviceMesh], DTensor]
@@ -206,3 +207,21 @@ def test_wrapping_a_shard_again_gives_an_equal_tensor() -> None:
             again = tensors().wrap(value.to_local().detach().clone(), spec, value)
             assert (value.placements, value.shape, spec) == (again.placements, again.shape, tensors().spec(again))
             assert torch.equal(value.to_local(), again.to_local())
+
+
+def test_a_statistic_of_a_strided_shard_gets_the_placements_that_pytorch_would_give() -> None:
+    """Row means of a parameter under FSDP over tensor parallelism are laid out as its rows are."""
+
+    def made(mesh: DeviceMesh, shape: Shape) -> DTensor:
+        tp = distribute_tensor(numbered(shape), mesh["b"], [Shard(0)], src_data_rank=None)
+        return fully_shard(holder(tp), mesh=mesh["a"]).weight
+
+    for rank in range(6):
+        with playing(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("a", "b"))
+            weight, rows = made(mesh, (7, 4)), made(mesh, (7,))
+            spec = tensors().spec(weight)
+            reduced = TensorSpec(spec.dtype, (7,), Layout(spec.layout.mesh, spec.layout.splits[:1]))
+            wrapped = tensors().wrap(rows.to_local().detach().clone(), reduced, weight)
+            assert (rows.placements, rows.shape) == (wrapped.placements, wrapped.shape)
+            assert tensors().spec(rows) == tensors().spec(wrapped)

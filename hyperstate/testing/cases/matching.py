@@ -131,9 +131,9 @@ def a_shape_mismatch_is_always_refused(kit: Kit, topology: str, strict: bool) ->
     for wrong in (grid((1, 4)), grid((4,)), grid((8, 1)), grid((4, 8)), 1.0):
         given = nested(kit) | {"dense.weight": tensor(kit, wrong)}
         text = refused(hs.IncompatibleStateError, hs.set_model_state_dict, model, given, options=options)
-        assert "'dense.weight'" in text and "[8, 4]" in text
+        assert "'dense.weight'" in text and "[8, 6]" in text
     state = hs.get_optim_state_dict(model, optimizer, options=FULL)
-    key = next(k for k, v in state["state"]["dense.weight"].items() if kit.content(v).shape == (8, 4))
+    key = next(k for k, v in state["state"]["dense.weight"].items() if kit.content(v).shape == (8, 6))
     state["state"]["dense.weight"][key] = tensor(kit, grid((8,)))
     text = refused(hs.IncompatibleStateError, hs.set_optim_state_dict, model, optimizer, state, options=options)
     assert "'dense.weight'" in text and repr(key) in text

@@ -60,7 +60,7 @@ LENIENT_BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=
 # -- numbers and topologies --------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "dense.weight": (8, 4),
+    "dense.weight": (8, 6),
     "dense.bias": (8,),
     "odd.weight": (5, 6),
     "odd.bias": (5,),

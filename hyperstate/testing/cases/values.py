@@ -272,10 +272,10 @@ def local_state(kit: Kit, shape: tuple[int, ...], start: float) -> tuple[Any, An
     return model, optimizer, grid(shape, start)
 
 
-@case(2)
-def a_shard_that_a_statistic_could_be_too_decides_nothing(kit: Kit) -> Any:
-    """(2, 1) over two ranks leaves (1, 1), which a mean has too: the library asks instead of guessing."""
-    model, optimizer, full = local_state(kit, (2, 1), 10.0)
+@case(2, shape=[(2, 1), (6, 3)])
+def a_shard_that_a_statistic_could_be_too_decides_nothing(kit: Kit, shape: list[int]) -> Any:
+    """(2, 1) over two ranks leaves (1, 1), which a mean has too, (6, 3) a square, as preconditioners are: it asks."""
+    model, optimizer, full = local_state(kit, tuple(shape), 10.0)
     text = refused(hs.AmbiguousLayoutError, hs.get_optim_state_dict, model, optimizer, options=FULL)
     assert "'w'" in text and "'m'" in text and "register_state_layout" in text
     with warned("'m'", "register_state_layout"):
