@@ -88,9 +88,11 @@ class Fault:
 def fault_of(error: Exception, rank: int) -> Fault:
     """The fault that stands for `error`; foreign exceptions travel as `HyperstateError` with their type in the text."""
     kind = type(error).__name__
-    if kind in _KINDS:
-        return Fault(rank, kind, str(error))
-    return Fault(rank, "HyperstateError", f"{kind}: {error}")
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  # a user's class; a fault that can't be told would leave the other ranks waiting
+        text = "(its text can't be read)"
+    return Fault(rank, kind, text) if kind in _KINDS else Fault(rank, "HyperstateError", f"{kind}: {text}")
 
 
 def raise_faults(faults: Iterable[Fault], what: str) -> None:

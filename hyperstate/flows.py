@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any, TypeVar
 
 from .agree import Call
@@ -272,7 +273,7 @@ def _call(
     Raises at once on a rank that is not in `ranks`: nobody waits for it.
     """
     me, world = backend.fabric.rank(), backend.fabric.world()
-    limit = None if timeout is None else faults.guard(lambda: float(timeout))
+    limit = None if timeout is None else faults.guard(lambda: _seconds(timeout))
     limit = backend.fabric.timeout() if limit is None else limit
     explicit = None if ranks is None else faults.guard(lambda: tuple(backend.ranks_of(ranks)))
     whole_job = whole_job or meshes is None
@@ -282,6 +283,13 @@ def _call(
             faults.raise_here()
         members = tuple(sorted(explicit))
     return Call(backend, members or tuple(range(world)), what, limit)
+
+
+def _seconds(timeout: Any) -> float:
+    limit = float(timeout)
+    if not (isfinite(limit) and limit >= 0):
+        raise OptionError(f"timeout={timeout!r} must be a number of seconds")
+    return limit
 
 
 def _what(name: str, opts: StateDictOptions) -> str:
@@ -295,10 +303,17 @@ def _what(name: str, opts: StateDictOptions) -> str:
 
 def _lenient(options: Any) -> StateDictOptions:
     """The readable part of options that were refused: enough to find the other ranks and tell them."""
-    broadcast = getattr(options, "broadcast_from_rank0", False) is True
+
+    def is_set(name: str) -> bool:
+        try:
+            return getattr(options, name, False) is True
+        except Exception:  # noqa: BLE001  # reading it is what was refused
+            return False
+
+    broadcast = is_set("broadcast_from_rank0")
     return StateDictOptions(
-        full_state_dict=broadcast or getattr(options, "full_state_dict", False) is True,
-        cpu_offload=getattr(options, "cpu_offload", False) is True,
+        full_state_dict=broadcast or is_set("full_state_dict"),
+        cpu_offload=is_set("cpu_offload"),
         broadcast_from_rank0=broadcast,
     )
 

@@ -82,11 +82,12 @@ def set_all(
     """One setter call: all checks on all ranks, then all writes. `parts` come from `describe_parts`."""
     classes = call.describe(faults, parts)
     found = _nothing_given(classes["sources"], target)
-    resolver = Resolver(mode, call.ranks, call.me, target.held.rules, classes["targets"], classes["sources"])
-    result = Resolution() if found else resolver.resolve()
-    prepared = _Prepared()
+    result, prepared = Resolution(), _Prepared()
     fields: list[dict[str, Any] | None] = []
     try:
+        resolver = Resolver(mode, call.ranks, call.me, target.held.rules, classes["targets"], classes["sources"])
+        if not found:
+            result = resolver.resolve()
         if not (found or result.faults):
             fields, disputed = new_fields(call.backend, target.held, classes["sources"], source.groups, resolver, mode)
             found += disputed

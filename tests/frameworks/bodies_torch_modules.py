@@ -224,13 +224,13 @@ def other_dtensors(kit: Any, form: str) -> None:
     mesh = OtherMesh(kit.world)
 
     def build(seed: int) -> tuple[Parts, Local, torch.Tensor]:
-        full = noise("w", (6, 3), seed)
+        full = noise("w", (6, 4), seed)
         local = full.chunk(kit.world)[kit.rank].clone()
         model = Parts({"w": OtherDTensor.from_local(local, mesh, [OtherShard(0)])})
         return model, Local(model.parameters()), full
 
     def step(model: Parts, optimizer: Local, seed: int) -> None:
-        grad = noise("g", (6, 3), seed).chunk(kit.world)[kit.rank].clone()
+        grad = noise("g", (6, 4), seed).chunk(kit.world)[kit.rank].clone()
         model.w.grad = OtherDTensor.from_local(grad, mesh, [OtherShard(0)])
         optimizer.step()
 

@@ -196,7 +196,7 @@ def e1_through_the_checkpoint_library(kit: Any, folder: str) -> None:
     from torch_optimizers import Local
 
     def made(seed: int) -> tuple[nn.Module, Any]:
-        w = distribute_tensor(noise("w", (5, 2), seed), flat_mesh(kit), [Shard(0)], src_data_rank=None)
+        w = distribute_tensor(noise("w", (5, 4), seed), flat_mesh(kit), [Shard(0)], src_data_rank=None)
         model = Parts({"w": w})
         return model, Local(model.parameters())
 

@@ -53,3 +53,16 @@ def test_tied_meta_parameters_stay_tied() -> None:
     hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(Tied())), device="cpu")
     assert target.head.weight is target.embed.weight
     assert_same(snapshot(Tied()), snapshot(target))
+
+
+def test_attributes_and_the_gradient_flag_survive_materialising() -> None:
+    with torch.device("meta"):
+        target = Net(1)
+    target.first.weight.tag = "mine"
+    target.first.bias.requires_grad_(False)
+    hs.set_model_state_dict(target, cloned(hs.get_model_state_dict(Net())), device="cpu")
+    assert ("mine", True, False) == (
+        target.first.weight.tag,
+        target.first.weight.requires_grad,
+        target.first.bias.requires_grad,
+    )
