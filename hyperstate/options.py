@@ -43,6 +43,7 @@ class StateDictOptions:
             )
 
 
+_MODIFIERS = "_fqn_modifiers"
 _NAMES = tuple(field.name for field in fields(StateDictOptions))
 
 
@@ -50,7 +51,7 @@ def read_options(options: object) -> StateDictOptions:
     """`StateDictOptions` from None, from itself, or from any object with some of its attributes.
 
     Raises `OptionTypeError` for a mapping or an object with none of the known attributes,
-    `OptionError` for a value that is no bool or a contradiction.
+    `OptionError` for a value that is no bool, a contradiction, or PyTorch's ``dsd_fqn_modifiers``.
     """
     if options is None:
         return StateDictOptions()
@@ -61,4 +62,6 @@ def read_options(options: object) -> StateDictOptions:
     found = {name: getattr(options, name) for name in _NAMES if hasattr(options, name)}
     if not found:
         raise OptionTypeError(f"options is a {type(options).__name__} with none of the attributes {', '.join(_NAMES)}")
+    if getattr(options, "dsd_fqn_modifiers", _MODIFIERS) != _MODIFIERS:  # a field of PyTorch's options
+        raise OptionError("dsd_fqn_modifiers is not supported: state-dict hooks of modules are honoured as they are")
     return StateDictOptions(**found)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from .. import api
-from ..errors import OptionError
+from ..errors import HyperstateError
 from ..flatten import flatten_optim_state_dict
-from ..options import StateDictOptions as _Options
 from ..options import read_options
 
 __all__ = [
@@ -74,7 +73,7 @@ def get_model_state_dict(
     model: Any, *, submodules: set[Any] | None = None, options: Any = None
 ) -> dict[str, ValueType]:
     """`hyperstate.get_model_state_dict`."""
-    return api.get_model_state_dict(model, submodules=_chosen(submodules), options=_checked(options))
+    return api.get_model_state_dict(model, submodules=_chosen(submodules), options=options)
 
 
 def get_optimizer_state_dict(
@@ -103,7 +102,7 @@ def get_state_dict(
 
 def set_model_state_dict(model: Any, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> _IncompatibleKeys:
     """`hyperstate.set_model_state_dict`; also takes PyTorch's deprecated ``{module: state dict}``."""
-    report = api.set_model_state_dict(model, _by_fqn(model, model_state_dict), options=_checked(options))
+    report = api.set_model_state_dict(model, _by_fqn(model, model_state_dict), options=options)
     return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)
 
 
@@ -111,7 +110,7 @@ def set_optimizer_state_dict(
     model: Any, optimizers: Any, optim_state_dict: OptimizerStateType, *, options: Any = None
 ) -> None:
     """`hyperstate.set_optim_state_dict`."""
-    api.set_optim_state_dict(model, _one_or_list(optimizers), optim_state_dict, options=_checked(options))
+    api.set_optim_state_dict(model, _one_or_list(optimizers), optim_state_dict, options=options)
 
 
 def set_state_dict(
@@ -128,7 +127,7 @@ def set_state_dict(
         _one_or_list(optimizers),
         model_state_dict=_by_fqn(model, model_state_dict),
         optim_state_dict=optim_state_dict,
-        options=_checked(options),
+        options=options,
     )
     return _IncompatibleKeys(report.missing_keys, report.unexpected_keys)
 
@@ -147,12 +146,6 @@ def _patch_optimizer_state_dict(model: Any, *, optimizers: Any, options: Any = N
         optimizer.load_state_dict = partial(set_optimizer_state_dict, model, several, options=options)
 
 
-def _checked(options: Any) -> Any:
-    if getattr(options, "dsd_fqn_modifiers", "_fqn_modifiers") != "_fqn_modifiers":
-        raise OptionError("dsd_fqn_modifiers is not supported: state-dict hooks of modules are honoured as they are")
-    return options
-
-
 def _chosen(submodules: Iterable[Any] | None) -> Iterable[Any] | None:
     """`submodules`, of which an empty set means all; its use is deprecated."""
     if not submodules:
@@ -167,14 +160,12 @@ def _deprecated(text: str) -> None:
 
 def _flattened(options: Any, getter: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """The optimizer dict, flat under PyTorch's prefix if that was asked for."""
-    wanted = read_options(_checked(options))
-    nested = getter(options=_nested(wanted))
+    try:
+        wanted = read_options(options)
+    except HyperstateError:
+        return getter(options=options)  # which raises it on all ranks
+    nested = getter(options=replace(wanted, flatten_optimizer_state_dict=False))
     return flatten_optim_state_dict(nested, dialect="torch") if wanted.flatten_optimizer_state_dict else nested
-
-
-def _nested(options: _Options) -> _Options:
-    names = [name for name in options.__dataclass_fields__ if name != "flatten_optimizer_state_dict"]
-    return _Options(**{name: getattr(options, name) for name in names})
 
 
 def _by_fqn(model: Any, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:

@@ -83,3 +83,8 @@ def test_a_misspelt_option_is_refused():
 def test_option_errors_are_errors_of_this_library_too():
     assert issubclass(OptionError, HyperstateError)
     assert issubclass(OptionTypeError, HyperstateError)
+
+
+def test_pytorchs_modifiers_of_names_are_refused():
+    with pytest.raises(OptionError, match="dsd_fqn_modifiers"):
+        read_options(SimpleNamespace(full_state_dict=True, dsd_fqn_modifiers="mine"))
