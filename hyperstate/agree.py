@@ -41,10 +41,23 @@ class Call:
         if self.alone:
             return
         self._set = digest(json.dumps(self.ranks).encode())
-        counters = self._memory("calls")
-        self._number = counters[self._set] = counters.get(self._set, 0) + 1
+        self._number = self._next_number()
         here = {"ranks": self.ranks, "set": self._set, "number": self._number, "what": self.what}
         self.backend.control.set(f"now/{self.me}", json.dumps(here).encode())
+
+    def _next_number(self) -> int:
+        """The number of this call among those of these ranks.
+
+        A rank that was absent once may have left out the call rather than be late for it. It has been told; now it
+        passes over the calls that ended without it, else it would be one call behind for ever.
+        """
+        counters = self._memory("calls")
+        number: int = counters.get(self._set, 0) + 1
+        if self._memory("absent").pop(self._set, False):
+            while self.backend.control.get(f"{self._set}/{number}/1/verdict", 0.0) is not None:
+                number += 1
+        counters[self._set] = number
+        return number
 
     @property
     def alone(self) -> bool:
@@ -140,6 +153,8 @@ class Call:
                 counters[name] = max(counters.get(name, 0), number)
             raise ParticipantsError(verdict["sets"])
         if verdict.get("absent"):
+            if self.me in verdict["ranks"]:
+                self._memory("absent")[self._set] = True
             raise AbsentRankError(verdict["absent"])
         if raise_at_once:
             raise_faults([Fault(*fault) for fault in verdict["faults"]], verdict["what"])
@@ -178,7 +193,7 @@ class Call:
                     f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make the "
                     f"call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
                 )
-                self._decide(self._prefix, {"absent": text})
+                self._decide(self._prefix, {"absent": text, "ranks": absent})
             found = self.backend.control.get(key, max(self.timeout, SLICE_S))
         if found is None:
             raise AbsentRankError(f"{self.what}: rank {self.leader} was lost before it gave the verdict")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -63,6 +63,9 @@ class Tensors(Protocol):
 
     def view(self, local: Local, box: Box) -> Local:
         """The region `box` (in coordinates of `local`) of `local`, sharing its memory."""
+
+    def memory(self, local: Local) -> tuple[Hashable, Hashable]:
+        """The storage that `local` lies in, and its place there; equal for the same elements of the same memory."""
 
     def copy(self, pairs: Sequence[tuple[Local, Local]]) -> None:
         """For each (to, from) of equal shape: copy the values, converting dtype and place."""

@@ -12,7 +12,7 @@ from .backend import Backend
 from .collect import Held
 from .describe import rebuild
 from .errors import Fault
-from .merge import Variant
+from .merge import Variant, check_groups
 from .resolve import Mode, Resolver
 from .schema import Entry, alike, is_opaque
 from .sourcing import OWN_FIELDS
@@ -31,7 +31,8 @@ def new_fields(
     me = backend.fabric.rank()
     by_rank = {rank: _by_fqn(source["groups"], resolver) for ranks, source in sources for rank in ranks}
     empty = {rank: [_pairs(g[1]) for g in source["groups"] if not g[0]] for ranks, source in sources for rank in ranks}
-    faults: list[Fault] = []
+    # Where each rank takes what it passes, unequal fields would leave the ranks training at different rates.
+    faults = [] if mode.broadcast or len(sources) < 2 else check_groups([(ranks, s["groups"]) for ranks, s in sources])
     result: list[dict[str, Any] | None] = []
     nameless = iter(empty.get(resolver.source_rank(me, empty), []))
     for number, (fqns, _) in enumerate(held.groups):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import isfinite
+from threading import RLock
 from typing import Any, TypeVar
 
 from .agree import Call
@@ -71,10 +72,11 @@ def get(
     else:
         whole_job = opts.cpu_offload and not held.meshes()
         meshes = _meshes(backend, model, held.meshes(), faults)
-        call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
-        parts = faults.guard(lambda: describe_held(call, held, root_only=opts.cpu_offload)) or {}
-        flat = opts.flatten_optimizer_state_dict
-        values, answered = full(call, held, parts, faults.found, root_only=opts.cpu_offload, flat=flat)
+        with _turn(backend):
+            call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
+            parts = faults.guard(lambda: describe_held(call, held, root_only=opts.cpu_offload)) or {}
+            flat = opts.flatten_optimizer_state_dict
+            values, answered = full(call, held, parts, faults.found, root_only=opts.cpu_offload, flat=flat)
     strip = None if opts.keep_submodule_prefixes or submodules is None else backend.model(model).prefixes(submodules)
     model_dict = {_strip(key[1], strip): value for key, value in values.items() if key[0] == "model"}
     if optimizer is None:
@@ -188,9 +190,10 @@ def put(
     )
     passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
     meshes = _meshes(backend, model, [*target.held.meshes(), *passed], faults)
-    call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
     mode = Mode(opts.full_state_dict, opts.broadcast_from_rank0, opts.strict, given.check_sources)
-    return set_all(call, target, source, described, mode, parts, faults.found)
+    with _turn(backend):
+        call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
+        return set_all(call, target, source, described, mode, parts, faults.found)
 
 
 def _hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given) -> Target:
@@ -257,6 +260,14 @@ def _meshes(backend: Backend, model: Any, found: Sequence[Mesh], faults: _Faults
         return hold_model(backend, backend.model(model)).meshes()
     except Exception:  # noqa: BLE001  # another fault is under way already
         return None
+
+
+_turns: dict[tuple[str, int], RLock] = {}
+
+
+def _turn(backend: Backend) -> RLock:
+    """Held while this rank makes a collective call: messages of calls from two threads must not mix."""
+    return _turns.setdefault((backend.name, backend.fabric.rank()), RLock())
 
 
 def _call(

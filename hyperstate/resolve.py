@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from .agree import Classes
@@ -12,7 +13,7 @@ from .errors import Fault
 from .layout import Layout
 from .merge import Variant, Variants, brief, check_present, merge
 from .plan import to_ranks
-from .schema import Entry, Key, TensorSpec, keeps_meaning
+from .schema import DTYPES, Entry, Key, TensorSpec, keeps_meaning
 from .statelayout import AMBIGUOUS, HOOK, OPAQUE, Rule, fresh_state
 
 
@@ -250,6 +251,8 @@ class Resolver:
         old = kept.single if kept is not None else None
         have = entry.single
         if have is None:
+            if old is not None and not _number_fits(entry.skeleton, old):
+                self._fault(chosen[0].ranks[0], f"{show(key)}: {_brief(entry)} was passed for {brief(old)}")
             specs = tuple(self._fresh(key, chosen, spec, param) for spec in entry.leaves)
         elif old is not None and not (old.form in (OPAQUE, AMBIGUOUS) and not self.mode.full):
             if old.form in (OPAQUE, AMBIGUOUS):
@@ -350,6 +353,21 @@ def _plain(entry: Entry) -> tuple[TensorSpec, ...]:
     """Every tensor of a value, whole on each rank."""
     single = entry.single
     return tuple(TensorSpec(s.dtype, s.shape) for s in (entry.leaves if single is None else (single,)))
+
+
+_NUMBERS = {int: "int64", float: "float64", "f": "float64", "c": "complex128"}
+
+
+def _number_fits(skeleton: Any, old: TensorSpec) -> bool:
+    """Whether a plain value may come where the target keeps the tensor `old`; numbers, if it is a counter for them."""
+    tag = next(iter(skeleton), None) if isinstance(skeleton, dict) else type(skeleton)
+    if tag not in _NUMBERS:
+        return tag != "i"  # an integer of more than 1024 bits
+    if prod(old.shape) != 1 or not keeps_meaning(_NUMBERS[tag], old.dtype):
+        return False
+    size, kind = DTYPES[old.dtype]
+    top = 2 ** (8 * size - (not old.dtype.startswith("u"))) if kind == "int" else 2**63
+    return tag is not int or (0 if old.dtype.startswith("u") else -top) <= skeleton < top
 
 
 def _brief(entry: Entry) -> str:

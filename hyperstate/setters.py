@@ -68,6 +68,8 @@ class _Prepared:
     """From counters of the schema into memory."""
     objects: dict[Key, Any] = field(default_factory=dict)
     """Values that hold an object which JSON can't carry, copied from what this rank passes."""
+    rescued: dict[tuple[Key, int], Local] = field(default_factory=dict)
+    """Copies of what this rank passes that lies in memory about to be written."""
 
 
 def set_all(
@@ -93,6 +95,7 @@ def set_all(
             found += disputed
             prepared = _prepare(call.backend, target, result)
             prepared.objects = _own_objects(described, result)
+            _rescue(call.backend, described, result, prepared)
     except Exception as error:  # noqa: BLE001  # it travels to all ranks and is raised there
         found.append(fault_of(error, call.me))
     call.ready([*found, *result.faults])
@@ -110,6 +113,29 @@ def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
                 raise UnsupportedConfigurationError(f"{show(key)} can't be carried here from another rank")
             found[key] = deepcopy(described.objects[own])
     return found
+
+
+def _rescue(backend: Backend, described: Values, result: Resolution, prepared: _Prepared) -> None:
+    """Copy what this rank passes out of memory that is about to be written, unless it is written with itself.
+
+    A caller may pass the target's own live values, under other names or laid out in another way.
+    """
+    tensors, pairs = backend.tensors, []
+    written = {tensors.memory(slot.local)[0] for slot in prepared.slots.values() if slot.live is not None}
+    for one in result.deliveries if written else ():
+        passed = described.tensors.get(result.names.get(one.key, one.key), ())
+        if one.number >= len(passed):
+            continue
+        local = tensors.local(passed[one.number])
+        memory = tensors.memory(local)
+        slot = prepared.slots.get((one.key, one.number))
+        itself = slot is not None and one.source_layout == one.target_layout and tensors.memory(slot.local) == memory
+        spec = tensors.spec(local)
+        if memory[0] in written and not itself and spec is not None:
+            fresh = tensors.empty(spec.shape, spec.dtype, tensors.place(local))
+            prepared.rescued[one.key, one.number] = fresh
+            pairs.append((fresh, local))
+    tensors.copy(pairs)
 
 
 # -- descriptions ------------------------------------------------------------------------------------
@@ -248,7 +274,8 @@ def _transfer(call: Call, described: Values, result: Resolution, prepared: _Prep
         one = result.deliveries[index]
         box = one.source_layout.box(one.source.shape, me)
         assert box is not None
-        return tensors.local(_passed(described, one.key, target_names)[one.number]), box
+        rescued = prepared.rescued.get((one.key, one.number))
+        return tensors.local(_passed(described, one.key, target_names)[one.number]) if rescued is None else rescued, box
 
     def target(index: int) -> tuple[Local, Box]:
         one = result.deliveries[index]

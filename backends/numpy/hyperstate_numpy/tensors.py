@@ -5,7 +5,7 @@ A sharded tensor is whatever has `to_local()`, `device_mesh` and `placements`, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -118,6 +118,18 @@ class NumpyTensors:
         if own is None or self.is_meta(value) or own.dtype != spec.dtype or self.place(value) != place:
             return False
         return own.shape == spec.shape and own.layout == spec.layout
+
+    def memory(self, local: Tensor) -> tuple[Hashable, Hashable]:
+        """The array that owns the elements, by identity, and where in it they are."""
+        array, owner = local.array, local.array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        return id(owner if owner.base is None else owner.base), (
+            array.__array_interface__["data"][0],
+            array.shape,
+            array.strides,
+            local.dtype,
+        )
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """For each (to, from): copy values, converting the dtype."""

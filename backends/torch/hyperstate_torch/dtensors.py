@@ -100,10 +100,10 @@ class Meshes:
         shape = getattr(device_mesh, "mesh_shape", None)
         if shape is None:
             shape = device_mesh.shape
-        root = _root(device_mesh)
+        root, sizes, ranks = _root(device_mesh), tuple(int(size) for size in shape), tuple(_ranks(device_mesh))
         return Mesh(
-            tuple(int(size) for size in shape),
-            tuple(_ranks(device_mesh)),
+            sizes,
+            group_order(sizes, ranks) if type(device_mesh).__module__.startswith("torch.") else ranks,
             tuple(map(str, names)) if names else None,
             None if root is None else self.mesh(root),
         )
@@ -129,6 +129,26 @@ def _ranks(device_mesh: Any) -> Iterator[int]:
             yield int(item)
         else:
             stack.pop()
+
+
+def group_order(shape: Shape, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """A mesh's ranks with each dimension in the order of its process groups, which PyTorch sorts by rank.
+
+    FSDP2 and `DTensor.full_tensor` cut and join shards by the position in the group, not by mesh coordinate.
+    Raises `UnsupportedConfigurationError` where no order of the dimensions says that.
+    """
+    for d, size in enumerate(shape):
+        step = prod(shape[d + 1 :])
+        starts = [i for i in range(len(ranks)) if i // step % size == 0]
+        orders = {tuple(sorted(range(size), key=lambda k: ranks[i + k * step])) for i in starts}
+        if len(orders) > 1:
+            raise UnsupportedConfigurationError(
+                f"a mesh of shape {shape} over the ranks {ranks}: the rows of dimension {d} are in different orders, "
+                "while PyTorch's process groups are sorted by rank; arrange the ranks in one order"
+            )
+        (order,) = orders or {tuple(range(size))}
+        ranks = tuple(ranks[i + (order[i // step % size] - i // step % size) * step] for i in range(len(ranks)))
+    return ranks
 
 
 def _describe(placement: Any) -> tuple[int, int] | None:

@@ -292,6 +292,7 @@ class TorchModel:
             warnings.warn(f"still on the meta device: {', '.join(left[:20])}{more}", stacklevel=2)
 
 
+@torch.inference_mode(False)  # a parameter made in inference mode could never be trained
 def _like(old: Any, value: Any) -> Any:
     """`value` as an object of the class, the gradient flag and the attributes of `old`."""
     if isinstance(old, torch.nn.Parameter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,12 @@ class TorchTensors:
             inner = getattr(value, "_local_tensor", None)
             if inner is not None and type(inner) is not torch.Tensor and not hasattr(inner, "elem"):
                 _check_storage(inner)
+            box = layout.box(value.shape, self._fabric.rank())
+            if inner is not None and box is not None and inner.shape != box.shape and (box.size or inner.numel()):
+                raise UnsupportedConfigurationError(
+                    f"a sharded tensor of shape {tuple(value.shape)} and placements {tuple(value.placements)} keeps a "
+                    f"local tensor of shape {tuple(inner.shape)} on this rank, where its layout gives {box.shape}"
+                )
             return _spec(value.dtype, value.shape, layout)
         if not isinstance(value, torch.Tensor):
             return None
@@ -107,6 +113,9 @@ class TorchTensors:
 
     def wrap(self, local: torch.Tensor, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local` on the mesh of `like`; `local` itself for a plain `spec`."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # as in `empty`
+                return dtensors.wrap(local, spec, like, self._meshes)
         return dtensors.wrap(local, spec, like, self._meshes)
 
     def fresh_form(self, param: Any) -> str:
@@ -120,6 +129,11 @@ class TorchTensors:
             if start or stop != local.shape[dim]:
                 found = found.narrow(dim, start, stop - start)
         return found
+
+    def memory(self, local: torch.Tensor) -> tuple[Hashable, Hashable]:
+        """The storage, by address, and how its elements are read."""
+        place = (local.storage_offset(), local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg())
+        return (local.device, local.untyped_storage().data_ptr()), place
 
     def same_storage_form(self, value: Any, spec: TensorSpec, place: Place) -> bool:
         """Whether values of `spec` at `place` can be copied into `value` as it is."""

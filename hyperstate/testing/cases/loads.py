@@ -47,6 +47,26 @@ def full_values_on_every_rank_travel_nowhere(kit: Kit, topology: str) -> None:
     assert expected["groups"] == live(kit, model, optimizer)["groups"]
 
 
+@case(1, topology=["plain"])
+@case(2, topology=["fsdp", "plain"])
+@case(4, topology=["grid"])
+def live_values_may_be_passed_under_other_names(kit: Kit, topology: str) -> None:
+    """The target's own values, two of a shape exchanged: each is read before it is written over."""
+    shapes = {"left.weight": (4, 6), "right.weight": (4, 6)}
+    model = build(kit, topology, shapes=shapes)
+    optimizer = kit.optimizer(model)
+    kit.fake_step(model, optimizer, seed=1)
+    before = hs.get_state_dict(model, optimizer, options=FULL)
+    names = dict(zip(shapes, reversed(shapes), strict=True))
+    mine = hs.get_state_dict(model, optimizer)
+    values = {names[fqn]: value for fqn, value in mine[0].items()}
+    state = {names[fqn]: slots for fqn, slots in mine[1]["state"].items()}
+    hs.set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict={**mine[1], "state": state})
+    after = hs.get_state_dict(model, optimizer, options=FULL)
+    close(kit, before[0], {fqn: after[0][names[fqn]] for fqn in shapes})
+    close(kit, before[1]["state"], {fqn: after[1]["state"][names[fqn]] for fqn in shapes})
+
+
 @case(1, topology=["plain"], trained=[False, True])
 @case(2, topology=["fsdp", "grid", "plain"], trained=[False, True])
 @case(4, topology=SHARDED, trained=[False, True])

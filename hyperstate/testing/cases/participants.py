@@ -161,6 +161,21 @@ def a_rank_that_does_not_come_is_named(kit: Kit) -> Any:
 
 
 @case(4)
+def a_rank_that_left_out_a_call_is_told_once_and_then_keeps_step(kit: Kit) -> None:
+    model, _ = build_stepped(kit, "fsdp")
+    if kit.rank == 2:
+        time.sleep(1.5 * CHECK_S)
+    else:
+        refused(hs.AbsentRankError, hs.get_model_state_dict, model, options=FULL, timeout=CHECK_S)
+    text = refused(hs.AbsentRankError, hs.get_model_state_dict, model, options=FULL, timeout=CHECK_S)
+    assert "rank 2" in text
+    if kit.rank == 2:
+        time.sleep(3 * CHECK_S)  # until the others have given up waiting for it a second time
+    for _ in range(2):
+        assert set(SHAPES) == set(hs.get_model_state_dict(model, options=FULL))
+
+
+@case(4)
 def an_absent_leader_is_named_too(kit: Kit) -> Any:
     model, _ = build_stepped(kit, "fsdp")
     if kit.rank == 0:

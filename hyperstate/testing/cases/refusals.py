@@ -41,6 +41,18 @@ class Broken(Mapping[str, Any]):
         return 1
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+class Silent(Broken):
+    """A dict whose values can't be read, for a reason that can't be told."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise SilentError
+
+
 # One rank's other shape or dtype is a misfit and a disagreement; the message says both.
 MISFIT = (hs.IncompatibleStateError, hs.DisagreementError)
 MODEL_FAULTS: dict[str, Errors] = {
@@ -52,14 +64,18 @@ MODEL_FAULTS: dict[str, Errors] = {
     "list": hs.InvalidStateDictError,
     "key": hs.InvalidStateDictError,
     "broken": hs.HyperstateError,
+    "silent": hs.HyperstateError,
     "option": hs.OptionError,
     "mapping": hs.OptionTypeError,
+    "timeout": hs.OptionError,
 }
 OPTIM_FAULTS: dict[str, Errors] = {
     "unexpected": hs.IncompatibleStateError,
     "missing": hs.IncompatibleStateError,
     "shape": MISFIT,
     "dtype": MISFIT,
+    "number": MISFIT,
+    "huge counter": MISFIT,
     "list": hs.InvalidStateDictError,
     "neither": hs.InvalidStateDictError,
     "form": hs.InvalidStateDictError,
@@ -82,6 +98,7 @@ def spoil_model(kit: Kit, fault: str, given: Any) -> Any:
         "list": lambda: list(given.items()),
         "key": lambda: {**given, 3: tensor(kit, 1.0)},
         "broken": Broken,
+        "silent": Silent,
     }
     return spoilt.get(fault, lambda: given)()
 
@@ -90,9 +107,10 @@ def spoil_optimizer(kit: Kit, fault: str, given: Any) -> Any:
     """`given`, a good full optimizer dict of Adam's kind, with a fault in it."""
     state, (group,) = given["state"], given["param_groups"]
     key = next(k for k, v in state[GOOD].items() if kit.is_tensor(v) and kit.content(v).shape == (5, 6))
+    counter = next(k for k, v in state[GOOD].items() if kit.is_tensor(v) and kit.content(v).shape == ())
     others = [fqn for fqn in group["params"] if fqn != GOOD]
 
-    def with_value(value: Any) -> Any:
+    def with_value(value: Any, key: Any = key) -> Any:
         return {**given, "state": {**state, GOOD: {**state[GOOD], key: value}}}
 
     spoilt: dict[str, Callable[[], Any]] = {
@@ -103,6 +121,8 @@ def spoil_optimizer(kit: Kit, fault: str, given: Any) -> Any:
         },
         "shape": lambda: with_value(tensor(kit, [[1.0] * 6] * 4)),
         "dtype": lambda: with_value(tensor(kit, [[1j] * 6] * 5, dtype="complex64")),
+        "number": lambda: with_value(2.5),
+        "huge counter": lambda: with_value(10**400, counter),
         "list": lambda: [given],
         "neither": lambda: {"model": given},
         "form": lambda: {**given, "param_groups": [{"lr": 1.0}]},
@@ -140,7 +160,7 @@ def good_dicts(kit: Kit) -> tuple[Any, Any]:
 @case(4, fault=["unexpected", "shape", "broken", "option"], broadcast=[False, True])
 def one_bad_rank_refuses_a_model_on_all(kit: Kit, fault: str, broadcast: bool) -> Any:
     """The bad rank: the source under broadcast (the last rank's options), else the last rank."""
-    about_call = fault in ("option", "mapping")
+    about_call = fault in ("option", "mapping", "timeout")
     bad = kit.world - 1 if about_call or not broadcast else 0
     options = BROADCAST if broadcast else FULL
     model, optimizer = build_stepped(kit, "fsdp")
@@ -154,6 +174,8 @@ def one_bad_rank_refuses_a_model_on_all(kit: Kit, fault: str, broadcast: bool) -
     kwargs: dict[str, Any] = {"options": mine}
     if fault == "mapping" and kit.rank == bad:
         kwargs = {"options": {"full_state_dict": True}}
+    if fault == "timeout" and kit.rank == bad:
+        kwargs["timeout"] = float("nan")
     error = MODEL_FAULTS[fault]
     text = refused(error, hs.set_model_state_dict, model, given, **kwargs)
     assert f"rank {bad}" in text
@@ -262,6 +284,19 @@ def groups_without_state_are_something(kit: Kit) -> None:
     hs.set_optim_state_dict(model, optimizer, on_root(kit, groups), options=BROADCAST)
     assert 0.75 == kit.groups(optimizer)[0]["lr"]
     assert {} == state_of(kit, model, optimizer, GOOD)
+
+
+@case(2, 4)
+def fields_that_differ_between_the_dicts_of_the_ranks_are_refused(kit: Kit) -> Any:
+    model, optimizer = build_stepped(kit, "fsdp")
+    before = live(kit, model, optimizer)
+    good, bad = good_dicts(kit), kit.world - 1
+    (group,) = good[1]["param_groups"]
+    given = {**good[1], "param_groups": [{**group, "lr": 9.0 if kit.rank == bad else 0.5}]}
+    text = refused(hs.DisagreementError, hs.set_optim_state_dict, model, optimizer, given, options=FULL)
+    assert f"rank {bad}" in text and "'lr'" in text
+    check_unharmed(kit, before, model, optimizer, good, FULL)
+    return text
 
 
 # -- getters -----------------------------------------------------------------------------------------
