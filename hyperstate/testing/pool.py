@@ -114,7 +114,7 @@ class _Worker:
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hyperstate.testing.worker", backend],
+            [sys.executable, "-P", "-m", "hyperstate.testing.worker", backend, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

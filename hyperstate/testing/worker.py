@@ -1,4 +1,4 @@
-"""One rank of a `Pool`: ``python -m hyperstate.testing.worker BACKEND``, jobs on standard input."""
+"""One rank of a `Pool`: ``python -m hyperstate.testing.worker BACKEND PARENT``, jobs on standard input."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def main(backend: str) -> None:
-    """Join the job, then answer one line per job until standard input closes."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+def main(backend: str, parent: int) -> None:
+    """Join the job, then answer one line per job until standard input closes or the process `parent` ends."""
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
         kit = kit_module(backend).Kit()
         _say({"ready": True})
@@ -59,4 +59,4 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -88,9 +88,12 @@ def _alive(process: int) -> bool:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_leaves_no_process_behind(how: signal.Signals) -> None:
     command = [sys.executable, "-m", "hyperstate.cli", "demo", "--backend", "torch", "--json", "-"]
+    # What starts the tests may ignore SIGINT (a job in the background does), and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ, start_new_session=True
     )
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 60
     while len(workers := _children(running.pid)) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)
