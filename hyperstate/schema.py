@@ -235,13 +235,15 @@ def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
     Rows are ``[kind, *key]``; kinds, specs, layouts and meshes stand in tables, for most entries share them.
     """
     meshes, layouts, specs, kinds = _Table[Mesh](), _Table[Layout](), _Table[TensorSpec](), _Table[tuple[Any, ...]]()
+    numbers: dict[int, int] = {}  # by identity, for most are the same objects
     rows = []
     for key in sorted(entries, key=_order):
         entry = entries[key]
-        for spec in entry.leaves:
-            specs.add(spec)
-        kind = kinds.add(entry.kind, [entry.skeleton, [specs[spec] for spec in entry.leaves]])
-        rows.append([kind, *(part if type(part) is str else take_apart((part,), refuse_leaf) for part in key)])
+        kind = numbers.get(id(entry))
+        if kind is None:
+            leaves = [specs.add(spec) for spec in entry.leaves]
+            kind = numbers[id(entry)] = kinds.add(entry.kind, [entry.skeleton, leaves])
+        rows.append([kind, *[part if type(part) is str else take_apart((part,), refuse_leaf) for part in key]])
     packed_specs = [
         [spec.dtype, list(spec.shape), None if spec.layout is None else layouts.add(spec.layout), spec.form]
         for spec in specs

@@ -128,10 +128,12 @@ def _rescue(backend: Backend, described: Values, result: Resolution, prepared: _
             continue
         local = tensors.local(passed[one.number])
         memory = tensors.memory(local)
+        if memory[0] not in written:
+            continue
         slot = prepared.slots.get((one.key, one.number))
         itself = slot is not None and one.source_layout == one.target_layout and tensors.memory(slot.local) == memory
         spec = tensors.spec(local)
-        if memory[0] in written and not itself and spec is not None:
+        if not itself and spec is not None:
             fresh = tensors.empty(spec.shape, spec.dtype, tensors.place(local))
             prepared.rescued[one.key, one.number] = fresh
             pairs.append((fresh, local))

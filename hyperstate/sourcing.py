@@ -20,6 +20,10 @@ IMPLEMENTATION_FIELDS = frozenset({"foreach", "fused", "capturable", "differenti
 OWN_FIELDS = IMPLEMENTATION_FIELDS | {"params", "param_names"}
 
 
+_NAMED = Entry(None)
+"""That a dict names an FQN."""
+
+
 @dataclass
 class Source:
     """What one rank passes, by name."""
@@ -73,12 +77,12 @@ def read_optimizer(tensors: Tensors, state_dict: Any, held: Held) -> Source:
     names = _integer_names(tensors, state, groups, held)
     for name, slots in state.items():
         fqn = names.get(name, name)
-        source.names[("named", fqn)] = Entry(None)
+        source.names[("named", fqn)] = _NAMED
         for key, value in slots.items():
             source.values[("state", fqn, key)] = value
     for group in groups:
         fqns = [names.get(name, name) for name in group["params"]]
-        source.names |= {("named", fqn): Entry(None) for fqn in fqns}
+        source.names |= {("named", fqn): _NAMED for fqn in fqns}
         source.groups.append((fqns, {k: v for k, v in group.items() if k not in OWN_FIELDS}))
     for key, value in (state_dict.get("global") or {}).items():
         source.values[("global", key)] = value
@@ -94,7 +98,7 @@ def _unflatten(flat: Mapping[str, Any], held: Held, source: Source) -> Mapping[s
             known.add(rest.rpartition(".")[0])
     nested: Mapping[str, Any]
     nested, unexpected = unflatten_optim_state_dict(flat, known, strict=False)
-    source.names |= {("named", key): Entry(None) for key in unexpected}
+    source.names |= {("named", key): _NAMED for key in unexpected}
     return nested
 
 
@@ -151,11 +155,6 @@ def describe_source(
 
     With `digests` the specs carry a digest of the contents, for `check_sources=`.
     """
-    values = source.values
-    meta = [key for key, value in values.items() if tensors.spec(value) is not None and tensors.is_meta(value)]
-    if meta and not broadcast:
-        raise InvalidStateDictError(f"the value of {meta[0][1]!r} is a meta tensor: it has no data")
-    live = {key: value for key, value in values.items() if key not in meta}
 
     def read(key: Key, spec: TensorSpec) -> TensorSpec:
         if held is None or key[0] != "state" or held.rules.get(key[2]) == REPLICATED:
@@ -164,7 +163,11 @@ def describe_source(
         seen = read_state(spec, held.params.get(held.names.get(fqn, fqn)), None, me)
         return seen if seen.form == AMBIGUOUS else spec
 
-    described = describe(tensors, live, read, carry_objects=broadcast)
+    described = describe(tensors, source.values, read, carry_objects=broadcast)
+    for key in [key for key, values in described.tensors.items() if any(map(tensors.is_meta, values))]:
+        if not broadcast:
+            raise InvalidStateDictError(f"the value of {key[1]!r} is a meta tensor: it has no data")
+        del described.entries[key], described.tensors[key]
     if digests:
         for key, entry in described.entries.items():
             marks = [content_digest(tensors, value) for value in described.tensors[key]]

@@ -30,9 +30,7 @@ Message = tuple[int, Buffer]
 
 def default_group() -> Any:
     """The default process group, or None if there is no job."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_group()
+    return dist.GroupMember.WORLD if dist.is_available() else None
 
 
 class TorchFabric:
@@ -44,11 +42,13 @@ class TorchFabric:
 
     def rank(self) -> int:
         """This process' global rank; 0 if there is no job."""
-        return dist.get_rank() if default_group() is not None else 0
+        group = default_group()
+        return 0 if group is None else int(group.rank())
 
     def world(self) -> int:
         """Number of ranks of the job; 1 if there is none."""
-        return dist.get_world_size() if default_group() is not None else 1
+        group = default_group()
+        return 1 if group is None else int(group.size())
 
     def timeout(self) -> float:
         """The default group's timeout, in seconds."""
