@@ -113,8 +113,8 @@ class Call:
         faults = [] if error is None else [Fault(self.me, "TransferError", f"{type(error).__name__}: {error}")]
         try:
             verdict = self._meet(faults, {}, raise_at_once=False)
-        except AbsentRankError as absent:
-            raise self._lost(str(absent)) from error
+        except (AbsentRankError, TransferError) as lost:
+            raise self._lost(str(lost)) from (error or lost)
         if verdict["faults"]:
             raise self._lost("; ".join(f"rank {rank}: {text}" for rank, _, text in verdict["faults"])) from error
 

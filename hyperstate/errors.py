@@ -66,7 +66,7 @@ class UnsupportedConfigurationError(HyperstateError, RuntimeError):
 
 
 class TransferError(HyperstateError, RuntimeError):
-    """Data movement was interrupted from outside; the target must be loaded again."""
+    """Data movement was interrupted from outside; a setter's target must be loaded again."""
 
 
 class BackendError(HyperstateError, RuntimeError):

@@ -12,7 +12,7 @@ from .agree import Call
 from .backend import Backend, Local, Place
 from .collect import Held
 from .describe import content_digest, rebuild, show
-from .errors import Fault, UnsupportedConfigurationError, raise_faults
+from .errors import Fault, TransferError, UnsupportedConfigurationError, raise_faults
 from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
 from .plan import Move, plan, to_ranks
@@ -205,7 +205,10 @@ class _Gather:
                 self._add_moves(key, same, wanted.get(key))
         self.backend.tensors.copy(self.copies)
         stages = plan(self.moves, self.call.me, message_limit(len(self.call.ranks)))
-        run(self.backend, stages, self.sources.__getitem__, self.targets.__getitem__, self.call.timeout)
+        try:
+            run(self.backend, stages, self.sources.__getitem__, self.targets.__getitem__, self.call.timeout)
+        except TransferError as error:
+            raise TransferError(f"{self.call.what} was interrupted: {error}; nothing was changed") from error
         order = [key for key in self.held.values.entries if key in wanted]
         order += [key for key in wanted if key not in self.held.values.entries]
         return {key: self._build(key, self._first(key, wanted[key]).entry) for key in order}

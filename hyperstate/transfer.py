@@ -19,6 +19,9 @@ Storage = Callable[[int], tuple[Local, Box]]
 IN_FLIGHT = 2
 """Rounds under way at once: one is packed while the other travels."""
 
+PATIENCE_S = 30.0
+"""All ranks have agreed, so the bytes are on their way; giving up sooner would only harm the user's process group."""
+
 BUCKET_VARIABLE = "HYPERSTATE_BUCKET_MIB"
 
 
@@ -35,14 +38,14 @@ def message_limit(ranks: int) -> int:
 
 
 def run(backend: Backend, stages: Sequence[Stage], source: Storage, target: Storage, timeout: float) -> None:
-    """Carry out this rank's `stages`; `timeout` seconds bound each round.
+    """Carry out this rank's `stages`; `timeout` seconds, but never less than `PATIENCE_S`, bound each round.
 
     `source` is asked for what this rank sends (the dtype is the move's), `target` for what it
     receives (converted to the target's own dtype). Forwarding moves read `target`.
     Raises `TransferError` if a peer is lost.
     """
     for stage in stages:
-        _Runner(backend, stage, source, target, timeout).run()
+        _Runner(backend, stage, source, target, max(timeout, PATIENCE_S)).run()
 
 
 @dataclass

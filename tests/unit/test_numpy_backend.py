@@ -226,7 +226,7 @@ def test_a_peer_that_sends_nothing_is_named_after_the_timeout() -> None:
     gate = threading.Event()
     threading.Timer(2.0, gate.set).start()
     text, _ = run_ranks(2, lost_peer("rank 1: no answer within 0.5 s", lambda: bool(gate.wait())), timeout=20)
-    assert "load them again" in text
+    assert text.startswith("rank 0 lost the connection")
 
 
 def test_a_peer_that_dies_fails_transfers_at_once() -> None:

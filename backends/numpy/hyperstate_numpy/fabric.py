@@ -14,8 +14,6 @@ from .job import Job, Post
 
 NO_JOB_TIMEOUT_S = 60.0
 COUNTS = ("exchanges", "messages", "bytes_sent", "bytes_received")
-AGAIN = "The objects given may hold old and new values mixed; load them again"
-
 Message = tuple[int, Tensor]
 
 
@@ -113,7 +111,7 @@ class Exchange:
 
     @staticmethod
     def _fail(post: Post, text: str) -> NoReturn:
-        raise TransferError(f"rank {post.rank} lost the connection to rank {post.peer}: {text}. {AGAIN}")
+        raise TransferError(f"rank {post.rank} lost the connection to rank {post.peer}: {text}")
 
 
 class NumpyControl:

@@ -22,8 +22,6 @@ SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 5e-5, 0.01
 QUERIES_PER_S = 20_000
 """About how many queries all waiting ranks together may put to the store."""
 
-AGAIN = "The objects given may hold old and new values mixed; load them again"
-
 Buffer = torch.Tensor
 Message = tuple[int, Buffer]
 
@@ -91,7 +89,7 @@ class TorchFabric:
             works = self._tagged(sends, recvs) if self.wire().type == "cpu" else self._batched(sends, recvs)
         except RuntimeError as error:
             raise TransferError(
-                f"rank {self.rank()} can't exchange data with {_names(sends, recvs)}: {error}. {AGAIN}"
+                f"rank {self.rank()} can't exchange data with {_names(sends, recvs)}: {error}"
             ) from error
         return Exchange(self, works, [*sends, *recvs])
 
@@ -154,7 +152,7 @@ class Exchange:
         # The fabric may still read and write the buffers of what it has not finished.
         self._fabric._abandoned.append((self._works, self._messages))
         self._works, self._messages = [], []
-        raise TransferError(f"rank {self._fabric.rank()} lost the connection to {peer}: {text}. {AGAIN}") from error
+        raise TransferError(f"rank {self._fabric.rank()} lost the connection to {peer}: {text}") from error
 
 
 def _wait(work: Any, seconds: float, on_device: bool) -> bool:
