@@ -10,16 +10,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch_nets import (
-    Net,
     Parts,
     assert_same,
     cloned,
     frozen_copy,
-    fsdp,
     full_values,
     mesh_of,
     noise,
@@ -27,40 +24,9 @@ from torch_nets import (
     snapshot,
     train,
 )
+from torch_pairs import BROADCAST, FULL, ROOT, build, flat_mesh, pair, refused
 
 import hyperstate as hs
-
-ROOT = hs.StateDictOptions(full_state_dict=True, cpu_offload=True)
-FULL = hs.StateDictOptions(full_state_dict=True)
-BROADCAST = hs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def flat_mesh(kit: Any) -> DeviceMesh:
-    return mesh_of((kit.world,), ("dp",))
-
-
-def build(kit: Any, seed: int = 0, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Adam]:
-    model = fsdp(Net(seed), flat_mesh(kit))
-    return model, torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def pair(kit: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
-    source, target = build(kit, 0), build(kit, 1, lr=0.5)
-    train(*source, 2)
-    train(*target, 1, first=5)
-    return source, target
-
-
-def refused(call: Any, target: tuple[Any, Any]) -> str:
-    """The text of the error that `call` raises, after checking that nothing changed; empty if it raises none."""
-    before = snapshot(*target)
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  (the class is part of what is compared)
-        assert_same(before, snapshot(*target))
-        return f"{type(error).__name__}: {error}"
-    return ""
-
 
 # -- one wrong thing on one rank -----------------------------------------------------------------------
 

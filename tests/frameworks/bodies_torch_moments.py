@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch_nets import (
     Net,
@@ -24,45 +23,14 @@ from torch_nets import (
     full_state,
     full_values,
     inputs,
-    mesh_of,
     noise,
     push,
     snapshot,
     train,
 )
+from torch_pairs import BROADCAST, FULL, ROOT, build, flat_mesh, pair, refused
 
 import hyperstate as hs
-
-ROOT = hs.StateDictOptions(full_state_dict=True, cpu_offload=True)
-FULL = hs.StateDictOptions(full_state_dict=True)
-BROADCAST = hs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def flat_mesh(kit: Any) -> DeviceMesh:
-    return mesh_of((kit.world,), ("dp",))
-
-
-def build(kit: Any, seed: int = 0, lr: float = 0.1) -> tuple[nn.Module, torch.optim.Adam]:
-    model = fsdp(Net(seed), flat_mesh(kit))
-    return model, torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def pair(kit: Any) -> tuple[tuple[nn.Module, Any], tuple[nn.Module, Any]]:
-    source, target = build(kit, 0), build(kit, 1, lr=0.5)
-    train(*source, 2)
-    train(*target, 1, first=5)
-    return source, target
-
-
-def refused(call: Any, target: tuple[Any, Any]) -> str:
-    """The text of the error that `call` raises, after checking that nothing changed; empty if it raises none."""
-    before = snapshot(*target)
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001  (the class is part of what is compared)
-        assert_same(before, snapshot(*target))
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def after_a_forward_without_gradient(kit: Any) -> None:
