@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -264,10 +264,16 @@ def load(name: str) -> Backend:
     return _loaded.setdefault(name, factory())
 
 
+def use_backend(name: str) -> AbstractContextManager[Backend]:
+    """Use the backend `name` inside the ``with`` block, whatever the environment says.
+
+    Raises `BackendError` at once for one that can't be loaded.
+    """
+    return _using(name, load(name))
+
+
 @contextmanager
-def use_backend(name: str) -> Iterator[Backend]:
-    """Use the backend `name` inside the block, whatever the environment says."""
-    backend = load(name)
+def _using(name: str, backend: Backend) -> Iterator[Backend]:
     token = _override.set(name)
     try:
         yield backend
