@@ -39,7 +39,7 @@ def demo(
     backend: Annotated[
         str | None,
         typer.Option(
-            envvar="HYPERSTATE_BACKEND", help="A registered backend; unset, the first of torch, mindspore and numpy that is registered."
+            envvar="HYPERSTATE_BACKEND", help="A registered backend; unset, the first of torch, mindspore, numpy."
         ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Local CPU ranks to start; an even number.")] = 4,

@@ -32,7 +32,7 @@ def run(*command: str) -> str:
 
 def test_the_readme_s_script_prints_what_the_readme_shows(tmp_path: Path) -> None:
     (script,), (shown,) = blocks(README, "python"), blocks(README, "text")
-    assert 10 == len([line for line in script.splitlines() if line.strip()])
+    assert 11 == len([line for line in script.splitlines() if line.strip()])
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run(*launcher, "--redirects", "1", "--log-dir", str(tmp_path / "log"), str(tmp_path / "train.py"))
