@@ -35,6 +35,8 @@ class Held:
     """The group fields, taken apart, under ("group", index)."""
     rules: dict[Any, Rule] = field(default_factory=dict)
     has_optimizer: bool = False
+    prefixes: tuple[str, ...] = ()
+    """FQN prefixes of the submodules that were asked for."""
 
     def meshes(self) -> list[Mesh]:
         """Meshes on which anything of this rank lives."""
@@ -51,7 +53,7 @@ def hold_model(backend: Backend, model: Model, *, skip_frozen: bool = False, onl
         if not (skip_frozen and entry.frozen) and (prefixes is None or fqn.startswith(prefixes))
     }
     names = {fqn: entry.tied or fqn for fqn, entry in model.entries().items()}
-    return Held(describe(backend.tensors, live), dict(live), names=names)
+    return Held(describe(backend.tensors, live), dict(live), names=names, prefixes=prefixes or ())
 
 
 def add_optimizer(backend: Backend, held: Held, model: Model, optimizer: Optimizer, state_form: str | None) -> Held:

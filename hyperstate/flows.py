@@ -77,7 +77,7 @@ def get(
             parts = faults.guard(lambda: describe_held(call, held, root_only=opts.cpu_offload)) or {}
             flat = opts.flatten_optimizer_state_dict
             values, answered = full(call, held, parts, faults.found, root_only=opts.cpu_offload, flat=flat)
-    strip = None if opts.keep_submodule_prefixes or submodules is None else backend.model(model).prefixes(submodules)
+    strip = () if opts.keep_submodule_prefixes else held.prefixes
     model_dict = {_strip(key[1], strip): value for key, value in values.items() if key[0] == "model"}
     if optimizer is None:
         return model_dict, {}
@@ -108,8 +108,8 @@ def _check_flat(held: Held) -> None:
     flatten_optim_state_dict({**_nested(dict.fromkeys(held.live)), "param_groups": groups})
 
 
-def _strip(fqn: str, prefixes: Iterable[str] | None) -> str:
-    for prefix in prefixes or ():
+def _strip(fqn: str, prefixes: Iterable[str]) -> str:
+    for prefix in prefixes:
         if fqn.startswith(prefix):
             return fqn[len(prefix) :]
     return fqn

@@ -217,8 +217,3 @@ def _counter(skeleton: Any) -> bool:
 
 def _says(variant: Variant) -> str:
     return f"rank {variant.ranks[0]}"
-
-
-def without_form(spec: TensorSpec) -> TensorSpec:
-    """The spec of a full tensor, whatever its shards are kept as."""
-    return replace(spec, layout=None, form="")

@@ -12,7 +12,7 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -337,19 +337,3 @@ def tiny(spec: TensorSpec) -> bool:
 def tiny_skeleton(spec: TensorSpec, content: bytes) -> Any:
     """Skeleton of a counter: dtype, shape and raw bytes."""
     return {"T": [spec.dtype, list(spec.shape), content.hex()]}
-
-
-def leaf_paths(skeleton: Any) -> Sequence[int]:
-    """Indices of the tensor leaves in a skeleton, in order."""
-    if isinstance(skeleton, list):
-        return [i for item in skeleton for i in leaf_paths(item)]
-    if not isinstance(skeleton, dict):
-        return []
-    ((tag, inner),) = skeleton.items()
-    if tag == "t":
-        return [inner]
-    if tag == "(":
-        return leaf_paths(inner)
-    if tag == "{":
-        return [i for _, item in inner for i in leaf_paths(item)]
-    return []

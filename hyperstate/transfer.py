@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .backend import Backend, Buffer, Local, Pending
@@ -140,8 +140,3 @@ class _Runner:
     def _view(self, storage: tuple[Local, Box], box: Box) -> Local:
         local, held = storage
         return self.backend.tensors.view(local, box.within(held))
-
-
-def storage_of(table: Mapping[int, tuple[Local, Box]]) -> Storage:
-    """A `Storage` that looks up a table."""
-    return table.__getitem__

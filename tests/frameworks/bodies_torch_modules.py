@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch_nets import (
     Net,
     Parts,
+    Renaming,
     assert_same,
     cloned,
     frozen_copy,
@@ -75,35 +76,10 @@ def s24_buffers(kit: Any, form: str) -> None:
     assert_same(expected, snapshot(target))
 
 
-class Renaming(nn.Module):
-    """Drops ``inner.`` from its keys when it saves and puts it back when it loads."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner = nn.Linear(5, 5)
-        self.register_state_dict_post_hook(self._drop)
-        self.register_load_state_dict_pre_hook(self._add)
-
-    @staticmethod
-    def _drop(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        for key in [key for key in state if key.startswith(prefix + "inner.")]:
-            state[prefix + key[len(prefix + "inner.") :]] = state.pop(key)
-
-    @staticmethod
-    def _add(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        for name in ("weight", "bias"):
-            if prefix + name in state:
-                state[f"{prefix}inner.{name}"] = state.pop(prefix + name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 def s23_renaming_hooks(kit: Any, form: str) -> list[str]:
     """Keys are those of state_dict(); optimizer names those of named_parameters(); the shards load through hooks."""
     mesh = mesh_of((kit.world,), ("dp",))
-    model, target = (fsdp(nn.Sequential(Renaming(seed), nn.Linear(5, 3)), mesh) for seed in (0, 1))
+    model, target = (fsdp(nn.Sequential(Renaming(seed, 5), nn.Linear(5, 3)), mesh) for seed in (0, 1))
     optimizer, fresh = (torch.optim.Adam(m.parameters(), lr=lr) for m, lr in ((model, 0.1), (target, 0.5)))
     train(model, optimizer, 1)
     get, put = PATHS[form]

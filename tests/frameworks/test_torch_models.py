@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch_nets import Mlp, Net, Parts, Tied, assert_same, cloned, frozen_copy, noise, snapshot, train
+from torch_nets import Mlp, Net, Parts, Renaming, Tied, assert_same, cloned, frozen_copy, noise, snapshot, train
 
 import hyperstate as hs
 
@@ -260,31 +260,6 @@ def test_the_sharded_form_shares_memory_without_gradient() -> None:
 
 
 # -- S23: modules that save and load in their own way --------------------------------------------------
-
-
-class Renaming(nn.Module):
-    """Drops ``inner.`` when it saves, puts it back when it loads."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner = nn.Linear(5, 3)
-        self.register_state_dict_post_hook(self._drop)
-        self.register_load_state_dict_pre_hook(self._add)
-
-    @staticmethod
-    def _drop(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-        for key in [key for key in state if key.startswith(prefix + "inner.")]:
-            state[prefix + key[len(prefix + "inner.") :]] = state.pop(key)
-
-    @staticmethod
-    def _add(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        for name in ("weight", "bias"):
-            if prefix + name in state:
-                state[f"{prefix}inner.{name}"] = state.pop(prefix + name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
 
 
 class Fused(nn.Module):

@@ -36,6 +36,31 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.norm(self.first(x))))
 
 
+class Renaming(nn.Module):
+    """Drops ``inner.`` from its keys when it saves and puts it back when it loads."""
+
+    def __init__(self, seed: int, width: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inner = nn.Linear(5, width)
+        self.register_state_dict_post_hook(self._drop)
+        self.register_load_state_dict_pre_hook(self._add)
+
+    @staticmethod
+    def _drop(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        for key in [key for key in state if key.startswith(prefix + "inner.")]:
+            state[prefix + key[len(prefix + "inner.") :]] = state.pop(key)
+
+    @staticmethod
+    def _add(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            if prefix + name in state:
+                state[f"{prefix}inner.{name}"] = state.pop(prefix + name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class Mlp(nn.Module):
     """Two layers without bias between which nothing but a tanh stands: what tensor parallelism wants."""
 

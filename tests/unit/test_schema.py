@@ -23,7 +23,6 @@ from hyperstate.schema import (
     digest,
     from_wire,
     keeps_meaning,
-    leaf_paths,
     pack_entries,
     put_together,
     refuse_leaf,
@@ -33,6 +32,22 @@ from hyperstate.schema import (
     to_wire,
     unpack_entries,
 )
+
+
+def leaf_paths(skeleton):
+    """Indices of the tensor leaves in a skeleton, in order."""
+    if isinstance(skeleton, list):
+        return [i for item in skeleton for i in leaf_paths(item)]
+    if not isinstance(skeleton, dict):
+        return []
+    ((tag, inner),) = skeleton.items()
+    if tag == "t":
+        return [inner]
+    if tag == "(":
+        return leaf_paths(inner)
+    if tag == "{":
+        return [i for _, item in inner for i in leaf_paths(item)]
+    return []
 
 
 def there_and_back(value):
