@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        build_model_load_template,
+        build_optim_load_template,
         get_model_state_dict,
         get_optim_state_dict,
         get_state_dict,
+        infer_state_keys,
         set_model_state_dict,
         set_optim_state_dict,
         set_state_dict,
         unflatten_optim_state_dict,
     )
     from .backend import use_backend
+    from .checkpoint import async_save, load, save, verify
     from .errors import (
         AbsentRankError,
         AmbiguousLayoutError,
         BackendError,
+        CheckpointError,
         DisagreementError,
         HyperstateError,
         IncompatibleStateError,
@@ -40,19 +45,24 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "api": (
+        "build_model_load_template",
+        "build_optim_load_template",
         "get_model_state_dict",
         "get_optim_state_dict",
         "get_state_dict",
+        "infer_state_keys",
         "set_model_state_dict",
         "set_optim_state_dict",
         "set_state_dict",
         "unflatten_optim_state_dict",
     ),
     "backend": ("use_backend",),
+    "checkpoint": ("async_save", "load", "save", "verify"),
     "errors": (
         "AbsentRankError",
         "AmbiguousLayoutError",
         "BackendError",
+        "CheckpointError",
         "DisagreementError",
         "HyperstateError",
         "IncompatibleStateError",
@@ -74,6 +84,7 @@ __all__ = [
     "AbsentRankError",
     "AmbiguousLayoutError",
     "BackendError",
+    "CheckpointError",
     "DisagreementError",
     "HyperstateError",
     "IncompatibleKeys",
@@ -85,16 +96,23 @@ __all__ = [
     "StateDictOptions",
     "TransferError",
     "UnsupportedConfigurationError",
+    "async_save",
+    "build_model_load_template",
+    "build_optim_load_template",
     "flatten_optim_state_dict",
     "get_model_state_dict",
     "get_optim_state_dict",
     "get_state_dict",
+    "infer_state_keys",
+    "load",
     "register_state_layout",
+    "save",
     "set_model_state_dict",
     "set_optim_state_dict",
     "set_state_dict",
     "unflatten_optim_state_dict",
     "use_backend",
+    "verify",
 ]
 
 

@@ -33,6 +33,8 @@ class Call:
     what: str
     """The public function's name; participants must all call the same."""
     timeout: float
+    channel: str = ""
+    """Calls with a channel go on beside the caller's own calls: only ranks of the same channel meet."""
 
     def __post_init__(self) -> None:
         self.me = self.backend.fabric.rank()
@@ -40,8 +42,10 @@ class Call:
         self._keys: list[str] = []
         if self.alone:
             return
-        self._set = digest(json.dumps(self.ranks).encode())
+        self._set = self.channel + digest(json.dumps(self.ranks).encode())
         self._number = self._next_number()
+        if self.channel:
+            return
         here = {"ranks": self.ranks, "set": self._set, "number": self._number, "what": self.what}
         self.backend.control.set(f"now/{self.me}", json.dumps(here).encode())
 
@@ -103,6 +107,26 @@ class Call:
             raise_faults(faults, self.what)
         else:
             self._meet(faults, {})
+
+    def gather(self, faults: Sequence[Fault], value: Any) -> dict[int, Any]:
+        """All ranks' values (JSON-able) on the leader, nothing on the others. Raises one error on all if any has a
+        fault."""
+        if self.alone:
+            raise_faults(faults, self.what)
+            return {self.me: value}
+        name = f"{self._set}/{self._number}/{self._stage + 1}/value"
+        self._post(f"{name}/{self.me}", to_wire(value))
+        self._meet(faults, {})
+        self._forget_last_call()
+        if self.me != self.leader:
+            return {}
+        found = {}
+        for rank in self.ranks:
+            data = self.backend.control.get(f"{name}/{rank}", self.timeout)
+            if data is None:
+                raise AbsentRankError(f"{self.what}: rank {rank} agreed but was lost before it sent its part")
+            found[rank] = from_wire(data)
+        return found
 
     def finish(self, error: Exception | None) -> None:
         """Tell all ranks how the writing went; raises `TransferError` on all if it failed on any."""
@@ -213,8 +237,7 @@ class Call:
 
     def _check_sets(self, rank: int) -> None:
         """If `rank` waits for this rank in a call with another set of ranks, neither can ever go on."""
-        found = self.backend.control.get(f"now/{rank}", 0.0)
-        if found is None:
+        if self.channel or (found := self.backend.control.get(f"now/{rank}", 0.0)) is None:
             return
         there = json.loads(found)
         number = self._memory("calls").get(there["set"], 0)

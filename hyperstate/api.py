@@ -15,6 +15,7 @@ from typing import Any
 from .flatten import unflatten_optim_state_dict as _unflatten
 from .flows import Given, StateDict, get, names_of, prefixes_of, put
 from .setters import IncompatibleKeys
+from .template import build_model_load_template, build_optim_load_template, infer_state_keys
 
 
 def get_model_state_dict(
@@ -122,14 +123,15 @@ def set_state_dict(
 
 
 def unflatten_optim_state_dict(
-    flat: Mapping[str, Any], model: Any, optimizer: Any = None, *, strict: bool = True
+    flat: Mapping[str, Any], model: Any, optimizer: Any = None, *, strict: bool = True, names: str = "own"
 ) -> StateDict:
     """The nested form of a flat optimizer dict. No communication.
 
     With `optimizer` its own grouping comes back; without, FQNs with equal fields form a group.
-    `strict`: an FQN that the model lacks is an `IncompatibleStateError`; otherwise it is warned of.
+    `strict`: an FQN that the model lacks is an `IncompatibleStateError`; otherwise it is warned of. `names` as in
+    `StateDictOptions`.
     """
-    known, groups = names_of(model, optimizer)
+    known, groups = names_of(model, optimizer, names)
     nested: StateDict
     nested, unexpected = _unflatten(flat, known, groups, strict=strict)
     if unexpected:
@@ -138,9 +140,12 @@ def unflatten_optim_state_dict(
 
 
 __all__ = [
+    "build_model_load_template",
+    "build_optim_load_template",
     "get_model_state_dict",
     "get_optim_state_dict",
     "get_state_dict",
+    "infer_state_keys",
     "prefixes_of",
     "set_model_state_dict",
     "set_optim_state_dict",

@@ -58,14 +58,20 @@ class Tensors(Protocol):
     def empty(self, shape: Shape, dtype: str, place: Place) -> Local:
         """A fresh local tensor. Raises `UnsupportedConfigurationError` for a dtype that the framework lacks."""
 
+    def zeros(self, shape: Shape, dtype: str, place: Place) -> Local:
+        """Like `empty`, filled with zeros."""
+
     def wrap(self, local: Local, spec: TensorSpec, like: Tensor) -> Tensor:
         """A sharded tensor of `spec` around this rank's `local`, on the mesh (and of the kind) of `like`."""
 
     def view(self, local: Local, box: Box) -> Local:
         """The region `box` (in coordinates of `local`) of `local`, sharing its memory."""
 
-    def memory(self, local: Local) -> tuple[Hashable, Hashable]:
-        """The storage that `local` lies in, and its place there; equal for the same elements of the same memory."""
+    def storage(self, local: Local) -> Hashable:
+        """Names the memory that `local` lies in; equal for all views of it."""
+
+    def same_memory(self, a: Local, b: Local) -> bool:
+        """Whether two tensors are the same elements of one storage, read in the same way."""
 
     def copy(self, pairs: Sequence[tuple[Local, Local]]) -> None:
         """For each (to, from) of equal shape: copy the values, converting dtype and place."""
@@ -81,6 +87,9 @@ class Tensors(Protocol):
 
     def as_buffer(self, local: Local) -> Buffer | None:
         """`local`'s own bytes as a buffer, or None if it is not contiguous or the fabric can't reach it."""
+
+    def host_bytes(self, local: Local) -> memoryview | None:
+        """`local`'s own bytes, writable and sharing its memory; None if it is not contiguous on the host."""
 
     def windows(self, buffer: Buffer, parts: Sequence[tuple[int, Shape, str]]) -> list[Local]:
         """Typed tensors over parts of `buffer`, each (byte offset, shape, dtype)."""
@@ -192,6 +201,9 @@ class Optimizer(Protocol):
     def rules(self) -> Mapping[Any, Any]:
         """What is known of these classes' state: key -> "like_param" or "replicated"."""
 
+    def state_keys(self) -> Sequence[Sequence[str] | None]:
+        """For each optimizer the state keys that its class makes with its present fields; None for an unknown class."""
+
     def fresh_form(self, param: ParamId) -> str:
         """How a fresh optimizer keeps sharded state of this parameter: "" as sharded tensors, "local" as plain ones."""
 
@@ -222,11 +234,14 @@ class Backend(Protocol):
     def owns(self, value: Any) -> bool:
         """Whether `value` is a model, optimizer or tensor of this framework. Imports nothing."""
 
-    def model(self, model: Any, device: Any = None) -> Model:
-        """Describe a model or a sequence of them; runs state-dict pre-hooks. `device` is for meta parameters."""
+    def model(self, model: Any, device: Any = None, names: str = "own") -> Model:
+        """Describe a model or a sequence of them; runs state-dict pre-hooks. `device` is for meta parameters.
 
-    def optimizer(self, optimizer: Any) -> Optimizer:
-        """Describe an optimizer or a sequence of them."""
+        `names` is "own" or "neutral" (PyTorch's names for what both frameworks have).
+        """
+
+    def optimizer(self, optimizer: Any, names: str = "own") -> Optimizer:
+        """Describe an optimizer or a sequence of them; `names` says how state keys and group fields are called."""
 
     def ranks_of(self, value: Any) -> tuple[int, ...]:
         """Global ranks of ``ranks=``: a sequence of numbers, a mesh, or a process group."""

@@ -82,7 +82,7 @@ def add_optimizer(backend: Backend, held: Held, model: Model, optimizer: Optimiz
     me = backend.fabric.rank()
 
     def read(key: Key, spec: TensorSpec) -> TensorSpec:
-        if key[0] != "state":
+        if key[0] != "state" or spec.layout is not None:
             return spec
         return read_state(spec, held.params.get(key[1]), held.rules.get(key[2]), me)
 

@@ -58,31 +58,17 @@ def describe(
     Errors name the key.
     """
     result = Values()
-    pending: list[_Pending] = []
+    taker = _Taker(tensors, read, carry_objects, inline)
     for key, value in values.items():
-        leaves: list[Tensor] = []
-        specs: list[TensorSpec] = []
-
-        def leaf(item: Any, key: Key = key, leaves: list[Tensor] = leaves, specs: list[TensorSpec] = specs) -> Any:
-            spec = tensors.spec(item)
-            if spec is None:
-                return _object(item, carry_objects)
-            if read is not None:
-                spec = read(key, spec)
-            if (tiny(spec) or (inline and spec.layout is None)) and not spec.form and not tensors.is_meta(item):
-                pending.append(_Pending(key, {}, spec, item))
-                result.counters.setdefault(key, []).append(item)
-                return pending[-1].skeleton
-            leaves.append(item)
-            specs.append(spec)
-            return LEAF if len(leaves) == 1 else {"t": len(leaves) - 1}
-
+        leaves = taker.start(key)
         try:
-            skeleton = take_apart(value, leaf)
+            skeleton = take_apart(value, taker.leaf)
         except UnsupportedConfigurationError as error:
             raise UnsupportedConfigurationError(f"{show(key)}: {error}") from error
+        specs = taker.specs
         result.entries[key] = tensor_entry(specs[0]) if skeleton is LEAF else Entry(skeleton, tuple(specs))
         result.tensors[key] = leaves
+    pending, result.counters = taker.pending, taker.counters
     contents = tensors.raw([tensors.local(one.tensor) for one in pending])
     for one, content in zip(pending, contents, strict=True):
         one.skeleton.update(tiny_skeleton(one.spec, content))
@@ -99,6 +85,38 @@ class _Pending(NamedTuple):
     skeleton: dict[str, Any]
     spec: TensorSpec
     tensor: Tensor
+
+
+class _Taker:
+    """Takes the leaves of one value after another."""
+
+    def __init__(self, tensors: Tensors, read: Read | None, carry: bool, inline: bool) -> None:
+        self.tensors, self.read, self.carry, self.inline = tensors, read, carry, inline
+        self.pending: list[_Pending] = []
+        self.counters: dict[Key, list[Tensor]] = {}
+
+    def start(self, key: Key) -> list[Tensor]:
+        """Begin with the value under `key`; its tensor leaves will be in the list returned, their specs in `specs`."""
+        self.key = key
+        self.leaves: list[Tensor] = []
+        self.specs: list[TensorSpec] = []
+        return self.leaves
+
+    def leaf(self, item: Any) -> Any:
+        """The skeleton of what is no plain Python value."""
+        spec = self.tensors.spec(item)
+        if spec is None:
+            return _object(item, self.carry)
+        if self.read is not None:
+            spec = self.read(self.key, spec)
+        if spec.layout is None and not spec.form and (self.inline or tiny(spec)) and not self.tensors.is_meta(item):
+            one = _Pending(self.key, {}, spec, item)
+            self.pending.append(one)
+            self.counters.setdefault(self.key, []).append(item)
+            return one.skeleton
+        self.leaves.append(item)
+        self.specs.append(spec)
+        return LEAF if len(self.leaves) == 1 else {"t": len(self.leaves) - 1}
 
 
 def _object(item: Any, carry: bool) -> Any:

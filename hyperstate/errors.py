@@ -11,6 +11,7 @@
     ├── AmbiguousLayoutError (RuntimeError)      the layout of optimizer state is unknown: register it
     ├── UnsupportedConfigurationError (RuntimeError)
     ├── TransferError (RuntimeError)             a peer was lost after the verdict: load again
+    ├── CheckpointError (RuntimeError)           a checkpoint can't be written, or what is there is damaged
     └── BackendError (RuntimeError)              no backend, or the wrong one
 
 A refusal is raised alike on every participating rank, and nothing was written when it is raised.
@@ -19,7 +20,7 @@ A refusal is raised alike on every participating rank, and nothing was written w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SCREENFUL = 40
@@ -69,6 +70,10 @@ class TransferError(HyperstateError, RuntimeError):
     """Data movement was interrupted from outside; a setter's target must be loaded again."""
 
 
+class CheckpointError(HyperstateError, RuntimeError):
+    """A checkpoint can't be written or read: no space, no such file, damaged or hostile content."""
+
+
 class BackendError(HyperstateError, RuntimeError):
     """No backend serves the object, or the chosen one is not the object's."""
 
@@ -103,11 +108,22 @@ def raise_faults(faults: Iterable[Fault], what: str) -> None:
     ordered = sorted(set(faults))
     if not ordered:
         return
-    lines = [f"rank {f.rank}: {f.text}" for f in ordered[:SCREENFUL]]
-    if len(ordered) > SCREENFUL:
-        lines.append(f"… and {len(ordered) - SCREENFUL} more")
+    ranks: dict[str, list[int]] = {}
+    for fault in ordered:
+        ranks.setdefault(fault.text, []).append(fault.rank)
+    lines = [f"{name_ranks(who)}: {text}" for text, who in list(ranks.items())[:SCREENFUL]]
+    if len(ranks) > SCREENFUL:
+        lines.append(f"… and {len(ranks) - SCREENFUL} more")
     head = f"{what} was refused on all participating ranks; nothing was changed"
     raise _KINDS.get(ordered[0].kind, HyperstateError)("\n  ".join([head + ":", *lines]))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1, 2" or, of many, "ranks 0, 1, 2 … 63"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8] if len(ranks) <= 8 else ranks[:3]))
+    return f"ranks {shown}" + (f" … {ranks[-1]}" if len(ranks) > 8 else "")
 
 
 _KINDS: dict[str, type[HyperstateError]] = {
@@ -124,6 +140,7 @@ _KINDS: dict[str, type[HyperstateError]] = {
         AmbiguousLayoutError,
         UnsupportedConfigurationError,
         TransferError,
+        CheckpointError,
         BackendError,
     )
 }

@@ -43,7 +43,7 @@ class Given:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Calls make many small objects that live until they end; the cyclic garbage collector would walk them in vain."""
     was = gc.isenabled()
     gc.disable()
@@ -57,23 +57,23 @@ def _collector_paused() -> Iterator[None]:
 # -- getters -------------------------------------------------------------------------------------------
 
 
-@_collector_paused()
+@collector_paused()
 def get(
     name: str, model: Any, optimizer: Any, submodules: Any, options: Any, ranks: Any, timeout: float | None
 ) -> tuple[StateDict, StateDict]:
-    backend = choose(_first(model), _first(optimizer))
-    faults = _Faults(backend)
-    opts = faults.guard(lambda: read_options(options)) or _lenient(options)
-    held = faults.guard(lambda: _hold_for_get(backend, model, optimizer, submodules, opts, name)) or Held(Values(), {})
+    backend = choose(first_of(model), first_of(optimizer))
+    faults = Faults(backend)
+    opts = faults.guard(lambda: read_options(options)) or lenient(options)
+    held = faults.guard(lambda: hold_for_get(backend, model, optimizer, submodules, opts, name)) or Held(Values(), {})
     if not opts.full_state_dict:
         faults.raise_here()
         values = sharded(backend, held, to_host=opts.cpu_offload, warn=lambda text: warnings.warn(text, stacklevel=5))
         answered = {fqn: True for fqn in held.params}
     else:
         whole_job = opts.cpu_offload and not held.meshes()
-        meshes = _meshes(backend, model, held.meshes(), faults)
-        with _turn(backend):
-            call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
+        meshes = meshes_in_use(backend, model, held.meshes(), faults)
+        with turn(backend):
+            call = open_call(backend, _what(name, opts), meshes, faults, ranks, timeout, whole_job)
             parts = faults.guard(lambda: describe_held(call, held, root_only=opts.cpu_offload)) or {}
             flat = opts.flatten_optimizer_state_dict
             values, answered = full(call, held, parts, faults.found, root_only=opts.cpu_offload, flat=flat)
@@ -85,10 +85,10 @@ def get(
     return model_dict, flatten_optim_state_dict(optim_dict) if opts.flatten_optimizer_state_dict else optim_dict
 
 
-def _hold_for_get(
+def hold_for_get(
     backend: Backend, model: Any, optimizer: Any, submodules: Any, opts: StateDictOptions, name: str
 ) -> Held:
-    port = backend.model(model)
+    port = backend.model(model, names=opts.names)
     if name == "get_optim_state_dict":
         held = Held(Values(), {})
     else:
@@ -96,7 +96,7 @@ def _hold_for_get(
         held = hold_model(backend, port, skip_frozen=opts.ignore_frozen_params, only=only)
     if optimizer is None:
         return held
-    add_optimizer(backend, held, port, backend.optimizer(optimizer), None)
+    add_optimizer(backend, held, port, backend.optimizer(optimizer, names=opts.names), None)
     if opts.flatten_optimizer_state_dict:
         _check_flat(held)
     return held
@@ -158,15 +158,17 @@ def _fields(backend: Backend, held: Held, i: int, fields: dict[str, Any], opts: 
 # -- setters -------------------------------------------------------------------------------------------
 
 
-@_collector_paused()
+@collector_paused()
 def put(
     name: str, model: Any, optimizer: Any, given: Given, options: Any, ranks: Any, timeout: float | None
 ) -> IncompatibleKeys:
     """One setter call, whatever it sets."""
-    backend = choose(_first(model), _first(optimizer))
-    faults = _Faults(backend)
-    opts = faults.guard(lambda: read_options(options)) or _lenient(options)
-    target = faults.guard(lambda: _hold_for_set(backend, model, optimizer, given)) or Target(Held(Values(), {}))
+    backend = choose(first_of(model), first_of(optimizer))
+    faults = Faults(backend)
+    opts = faults.guard(lambda: read_options(options)) or lenient(options)
+    target = faults.guard(lambda: hold_for_set(backend, model, optimizer, given, opts.names)) or Target(
+        Held(Values(), {})
+    )
     source, described = Source(), Values()
     if not faults.found:
         source = faults.guard(lambda: _read(backend, given, target.held, opts)) or source
@@ -189,23 +191,23 @@ def put(
         else faults.guard(lambda: describe_parts(backend, target, source, described, opts.broadcast_from_rank0)) or {}
     )
     passed = [spec.layout.mesh for e in described.entries.values() for spec in e.leaves if spec.layout is not None]
-    meshes = _meshes(backend, model, [*target.held.meshes(), *passed], faults)
+    meshes = meshes_in_use(backend, model, [*target.held.meshes(), *passed], faults)
     mode = Mode(opts.full_state_dict, opts.broadcast_from_rank0, opts.strict, given.check_sources)
-    with _turn(backend):
-        call = _call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
+    with turn(backend):
+        call = open_call(backend, _what(name, opts), meshes, faults, ranks, timeout, opts.broadcast_from_rank0)
         return set_all(call, target, source, described, mode, parts, faults.found)
 
 
-def _hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given) -> Target:
+def hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given, names: str) -> Target:
     if given.state_form not in (None, "sharded", "local"):
         raise OptionError(f"state_form={given.state_form!r} must be 'sharded', 'local' or None")
-    port = backend.model(model, device=given.device)
+    port = backend.model(model, device=given.device, names=names)
     target = Target(Held(Values(), {}), port)
     if "model" in given.sections:
         target.held = hold_model(backend, port)
         target.extra = frozenset(fqn for fqn, entry in port.entries().items() if entry.kind == "extra")
     if optimizer is not None:
-        target.optimizer = backend.optimizer(optimizer)
+        target.optimizer = backend.optimizer(optimizer, names=names)
         add_optimizer(backend, target.held, port, target.optimizer, given.state_form)
     return target
 
@@ -230,7 +232,7 @@ def _read(backend: Backend, given: Given, held: Held, opts: StateDictOptions) ->
 # -- both ----------------------------------------------------------------------------------------------
 
 
-class _Faults:
+class Faults:
     """What went wrong on this rank before the ranks could agree."""
 
     def __init__(self, backend: Backend) -> None:
@@ -252,7 +254,7 @@ class _Faults:
             raise self._first
 
 
-def _meshes(backend: Backend, model: Any, found: Sequence[Mesh], faults: _Faults) -> Sequence[Mesh] | None:
+def meshes_in_use(backend: Backend, model: Any, found: Sequence[Mesh], faults: Faults) -> Sequence[Mesh] | None:
     """Meshes in use; after a fault, the model's own. None if nobody can tell."""
     if found or not faults.found:
         return found
@@ -265,16 +267,16 @@ def _meshes(backend: Backend, model: Any, found: Sequence[Mesh], faults: _Faults
 _turns: dict[tuple[str, int], RLock] = {}
 
 
-def _turn(backend: Backend) -> RLock:
+def turn(backend: Backend) -> RLock:
     """Held while this rank makes a collective call: messages of calls from two threads must not mix."""
     return _turns.setdefault((backend.name, backend.fabric.rank()), RLock())
 
 
-def _call(
+def open_call(
     backend: Backend,
     what: str,
     meshes: Sequence[Mesh] | None,
-    faults: _Faults,
+    faults: Faults,
     ranks: Any,
     timeout: float | None,
     whole_job: bool,
@@ -312,7 +314,7 @@ def _what(name: str, opts: StateDictOptions) -> str:
     return f"{name}({', '.join(chosen)})"
 
 
-def _lenient(options: Any) -> StateDictOptions:
+def lenient(options: Any) -> StateDictOptions:
     """The readable part of options that were refused: enough to find the other ranks and tell them."""
 
     def is_set(name: str) -> bool:
@@ -329,24 +331,24 @@ def _lenient(options: Any) -> StateDictOptions:
     )
 
 
-def _first(value: Any) -> Any:
+def first_of(value: Any) -> Any:
     """The object that tells the backend: the first of a sequence of modules or optimizers."""
     if isinstance(value, (list, tuple)):
         return value[0] if value else None
     return value
 
 
-def names_of(model: Any, optimizer: Any) -> tuple[set[str], list[list[str]] | None]:
+def names_of(model: Any, optimizer: Any, names: str) -> tuple[set[str], list[list[str]] | None]:
     """All parameter names of `model`, and the grouping of `optimizer` by FQN."""
-    backend = choose(_first(model), _first(optimizer))
-    port = backend.model(model)
+    backend = choose(first_of(model), first_of(optimizer))
+    port = backend.model(model, names=names)
     known = {fqn for fqns in port.parameters().values() for fqn in fqns}
     if optimizer is None:
         return known, None
-    held = add_optimizer(backend, Held(Values(), {}), port, backend.optimizer(optimizer), None)
+    held = add_optimizer(backend, Held(Values(), {}), port, backend.optimizer(optimizer, names=names), None)
     return known, [fqns for fqns, _ in held.groups]
 
 
 def prefixes_of(model: Any, submodules: Iterable[Any]) -> Sequence[str]:
     """FQN prefixes, each ending in a dot, of modules inside `model`."""
-    return choose(_first(model)).model(model).prefixes(submodules)
+    return choose(first_of(model)).model(model).prefixes(submodules)

@@ -15,8 +15,8 @@ from .describe import content_digest, rebuild, show
 from .errors import Fault, TransferError, UnsupportedConfigurationError, raise_faults
 from .layout import Box, whole
 from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
-from .plan import Move, plan, to_ranks
-from .schema import Entry, Key, TensorSpec, pack_entries, tensor_entry
+from .plan import Move, Route, plan, to_ranks
+from .schema import LEAF, Entry, Key, TensorSpec, pack_entries, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, is_sharded
 from .transfer import message_limit, run
 
@@ -113,7 +113,7 @@ def full(
     variants = merge(classes["entries"])
     raise_faults([*check_alike(variants, call.ranks), *check_groups(classes["groups"])], call.what)
     if flat:
-        _check_twins(call, held, variants)
+        check_twins(call, held, variants)
     roots = {key: root_of(same) for key, same in variants.items()}
     answered = {key[1]: not root_only or roots[key] == call.me for key in variants if key[0] == "param"}
     wanted = {
@@ -124,7 +124,7 @@ def full(
     return _Gather(call, held, variants, roots, root_only).run(wanted), answered
 
 
-def _check_twins(call: Call, held: Held, variants: Variants) -> None:
+def check_twins(call: Call, held: Held, variants: Variants) -> None:
     """Refuse optimizer state that two meshes hold under one FQN with different contents: a flat dict has one place.
 
     Meshes of one shape are compared shard by shard. All ranks reach the same answer, with one more meeting at most.
@@ -193,7 +193,9 @@ class _Gather:
     ) -> None:
         self.call, self.held, self.variants, self.roots, self.root_only = call, held, variants, roots, root_only
         self.backend = call.backend
-        self.moves: list[tuple[Move, str]] = []
+        self.moves: list[Move] = []
+        self.routes: dict[tuple[int, tuple[int, ...]], Route] = {}
+        """By identity of the spec, which equal entries share, and receivers."""
         self.sources: dict[int, tuple[Local, Box]] = {}
         self.targets: dict[int, tuple[Local, Box]] = {}
         self.full: dict[tuple[Key, int], Local] = {}
@@ -246,8 +248,8 @@ class _Gather:
     ) -> None:
         """Ranks whose plain tensor has other contents than the root's get the root's."""
         index, full = len(self.moves), whole(spec.shape)
-        move = Move(index, spec.dtype, spec.shape, to_ranks(root, spec.shape), to_ranks(others, spec.shape))
-        self.moves.append((move, spec.dtype))
+        route = Route(spec.dtype, spec.shape, to_ranks(root, spec.shape), to_ranks(others, spec.shape))
+        self.moves.append(Move(index, route))
         self.sources[index] = (local, full)
         if self.call.me in others:
             self.targets[index] = (self.full[key, i], full)
@@ -259,9 +261,7 @@ class _Gather:
             if spec.layout is None:
                 continue
             index = len(self.moves)
-            self.moves.append(
-                (Move(index, spec.dtype, spec.shape, spec.layout, to_ranks(ranks, spec.shape)), spec.dtype)
-            )
+            self.moves.append(Move(index, self._route(spec, tuple(ranks))))
             box = spec.layout.box(spec.shape, me)
             if i < len(live) and box is not None:
                 self.sources[index] = (tensors.local(live[i]), box)
@@ -270,11 +270,21 @@ class _Gather:
                 self.full[key, i] = tensors.empty(spec.shape, spec.dtype, place)
                 self.targets[index] = (self.full[key, i], whole(spec.shape))
 
+    def _route(self, spec: TensorSpec, ranks: tuple[int, ...]) -> Route:
+        assert spec.layout is not None
+        route = self.routes.get((id(spec), ranks))
+        if route is None:
+            route = Route(spec.dtype, spec.shape, spec.layout, to_ranks(ranks, spec.shape))
+            self.routes[id(spec), ranks] = route
+        return route
+
     def _place(self, key: Key, i: int) -> Place:
         live = self.held.values.tensors.get(key) or [self.held.parameters[key[1]]]
         return self.backend.tensors.place(live[min(i, len(live) - 1)])
 
     def _build(self, key: Key, entry: Entry) -> Any:
+        if entry.skeleton == LEAF:
+            return self.full[key, 0]
         if entry.opaque:
             return deepcopy(self.held.live[key])
         counters = iter(self.held.values.counters.get(key, ()))

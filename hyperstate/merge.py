@@ -35,12 +35,29 @@ Variants = dict[Key, list[Variant]]
 
 
 def merge(classes: Classes) -> Variants:
-    """By key, the distinct entries that ranks hold, lowest rank first."""
+    """By key, the distinct entries that ranks hold, lowest rank first.
+
+    Keys that ranks hold alike have the very same list, so that what follows from it need be found out once.
+    """
     found: Variants = {}
+    joined: dict[tuple[int, int], list[Variant]] = {}
+    kept: list[Any] = []  # `joined` names objects by identity: they must live as long
     for ranks, packed in classes:
-        for key, entry in unpack_entries(packed).items():
+        alone: dict[int, list[Variant]] = {}
+        entries = unpack_entries(packed)
+        for key, entry in entries.items():
+            new = alone.get(id(entry))
+            if new is None:
+                new = alone[id(entry)] = [Variant(entry, ranks)]
             before = found.get(key)
-            found[key] = [Variant(entry, ranks)] if before is None else _add(before, Variant(entry, ranks))
+            if before is None:
+                found[key] = new
+                continue
+            both = joined.get((id(before), id(new)))
+            if both is None:
+                both = joined[id(before), id(new)] = _add(before, new[0])
+                kept += (before, new)
+            found[key] = both
     if len(classes) == 1:
         return found
     return {key: settle(same, _parameter_of(key, found)) if len(same) > 1 else same for key, same in found.items()}
@@ -56,9 +73,14 @@ def _add(variants: list[Variant], new: Variant) -> list[Variant]:
     """`variants` with `new` joined to the one that is equal, if there is one."""
     for i, old in enumerate(variants):
         if old.entry == new.entry:
-            joined = Variant(old.entry, tuple(sorted((*old.ranks, *new.ranks))))
+            joined = Variant(old.entry, _joined(old.ranks, new.ranks))
             return [*variants[:i], joined, *variants[i + 1 :]]
     return [*variants, new]
+
+
+@lru_cache(maxsize=1 << 10)
+def _joined(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted((*a, *b)))
 
 
 def settle(variants: list[Variant], param: TensorSpec | None) -> list[Variant]:
@@ -100,15 +122,26 @@ def root_of(variants: Sequence[Variant]) -> int | None:
 def check_alike(variants: Variants, ranks: Sequence[int]) -> list[Fault]:
     """What participants of a full getter must agree on: presence, shapes, dtypes, layouts, counters."""
     faults: list[Fault] = []
+    members = frozenset(ranks)
+    fine: set[tuple[str, int]] = set()
     for key, held in variants.items():
-        faults += _unclear(key, held)
-        first = held[0]
-        for other in held[1:]:
-            text = _difference(key, first, other)
-            if text:
-                kind = "AmbiguousLayoutError" if "register_state_layout" in text else "DisagreementError"
-                faults.append(Fault(other.ranks[0], kind, f"{show(key)}: {text}"))
-        faults += check_present(key, held, frozenset(ranks))
+        if (key[0], id(held)) in fine:
+            continue
+        found = [*_unclear(key, held), *_contradictions(key, held), *check_present(key, held, members)]
+        if found:
+            faults += found
+        else:
+            fine.add((key[0], id(held)))
+    return faults
+
+
+def _contradictions(key: Key, held: Sequence[Variant]) -> list[Fault]:
+    faults = []
+    for other in held[1:]:
+        text = _difference(key, held[0], other)
+        if text:
+            kind = "AmbiguousLayoutError" if "register_state_layout" in text else "DisagreementError"
+            faults.append(Fault(other.ranks[0], kind, f"{show(key)}: {text}"))
     return faults
 
 

@@ -30,10 +30,16 @@ class StateDictOptions:
     """Unexpected and missing keys are errors."""
     keep_submodule_prefixes: bool = True
     """With ``submodules=``: keep the prefix of the whole model."""
+    names: str = "own"
+    """"own": as the framework calls things; "neutral": as PyTorch does, wherever both have the thing."""
 
     def __post_init__(self) -> None:
+        if self.names not in ("own", "neutral"):
+            raise OptionError(f"StateDictOptions.names must be 'own' or 'neutral', not {self.names!r}")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "names":
+                continue
             if not isinstance(value, bool):
                 raise OptionError(f"StateDictOptions.{field.name} must be True or False, not {value!r}")
         if self.broadcast_from_rank0 and not self.full_state_dict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -29,19 +29,51 @@ class Copy(NamedTuple):
     box: Box
 
 
-class Move(NamedTuple):
-    """One tensor's way from one layout to another.
+@dataclass(frozen=True, eq=False)
+class Route:
+    """From one layout to another: what the moves of many tensors have in common.
 
-    `tensor` is the caller's number for it; `forward` says that the source storage is what an
-    earlier stage wrote.
+    Compared by identity: tensors that share a route are planned once.
     """
 
-    tensor: int
     dtype: str
     shape: Shape
     source: Layout
     target: Layout
+    kept: str = ""
+    """The dtype that the target keeps; empty: the same."""
     forward: bool = False
+    """The source storage is what an earlier stage wrote."""
+
+    @cached_property
+    def staged(self) -> tuple[Route, ...]:
+        """This route as one per stage.
+
+        From a single rank to replicas each region leaves the source once; the replicas then double in
+        each further stage, in the dtype that the first one keeps.
+        """
+        pairs = _staged_layouts(self.source, self.target)
+        if len(pairs) == 1:
+            return (self,)
+        return tuple(
+            Route(self.dtype if stage == 0 else self.kept or self.dtype, self.shape, source, target, "", stage > 0)
+            for stage, (source, target) in enumerate(pairs)
+        )
+
+    def incoming(self, me: int) -> tuple[Copy, ...]:
+        """The regions that rank `me` needs, each with the rank that has it (perhaps `me`)."""
+        return incoming(self.shape, self.source, self.target, me, self.forward)
+
+    def outgoing(self, me: int) -> tuple[Copy, ...]:
+        """The regions that rank `me` sends to others, each with its receiver."""
+        return outgoing(self.shape, self.source, self.target, me, self.forward)
+
+
+class Move(NamedTuple):
+    """One tensor's way; `tensor` is the caller's number for it."""
+
+    tensor: int
+    route: Route
 
 
 class Piece(NamedTuple):
@@ -129,18 +161,6 @@ def _to_ranks(ranks: tuple[int, ...], ndim: int) -> Layout:
     return replicated(ranks, ndim)
 
 
-def staged(move: Move, target_dtype: str) -> list[Move]:
-    """`move` as one move per stage.
-
-    From a single rank to replicas each region leaves the source once; the replicas then double in
-    each further stage, in the dtype that the first one keeps.
-    """
-    return [
-        Move(move.tensor, move.dtype if stage == 0 else target_dtype, move.shape, source, target, stage > 0)
-        for stage, (source, target) in enumerate(_staged_layouts(move.source, move.target))
-    ]
-
-
 @lru_cache(maxsize=1 << 12)
 def _staged_layouts(source: Layout, target: Layout) -> tuple[tuple[Layout, Layout], ...]:
     rows = list(target.replicas)
@@ -156,18 +176,22 @@ def _staged_layouts(source: Layout, target: Layout) -> tuple[tuple[Layout, Layou
     return tuple(pairs)
 
 
-def plan(moves: Sequence[tuple[Move, str]], me: int, limit: int) -> list[Stage]:
-    """Rank `me`'s stages for `moves`, each with the dtype that the target keeps.
+def plan(moves: Sequence[Move], me: int, limit: int) -> list[Stage]:
+    """Rank `me`'s stages for `moves`.
 
     `limit` is the number of payload bytes per message, the same on every rank.
     All ranks must pass the moves that concern them in one common order.
     """
-    stages: list[list[Move]] = []
-    for move, target_dtype in moves:
-        for depth, part in enumerate(staged(move, target_dtype)):
-            while len(stages) <= depth:
-                stages.append([])
-            stages[depth].append(part)
+    stages: list[list[Move]] = [[]] if moves else []
+    for move in moves:
+        parts = move.route.staged
+        if parts[0] is move.route:
+            stages[0].append(move)
+            continue
+        while len(stages) < len(parts):
+            stages.append([])
+        for stage, route in zip(stages, parts, strict=False):
+            stage.append(Move(move.tensor, route))
     return [_plan_stage(tuple(stage), me, limit) for stage in stages]
 
 
@@ -175,10 +199,14 @@ def _plan_stage(moves: tuple[Move, ...], me: int, limit: int) -> Stage:
     local: list[Piece] = []
     recvs: dict[int, list[Piece]] = {}
     sends: dict[int, list[Piece]] = {}
-    for i, move in enumerate(moves):
-        for peer, box in incoming(move.shape, move.source, move.target, me, move.forward):
+    known: dict[Route, tuple[tuple[Copy, ...], tuple[Copy, ...]]] = {}
+    for i, (_, route) in enumerate(moves):
+        copies = known.get(route)
+        if copies is None:
+            copies = known[route] = (route.incoming(me), route.outgoing(me))
+        for peer, box in copies[0]:
             (local if peer == me else recvs.setdefault(peer, [])).append(Piece(i, box, 0))
-        for peer, box in outgoing(move.shape, move.source, move.target, me, move.forward):
+        for peer, box in copies[1]:
             sends.setdefault(peer, []).append(Piece(i, box, 0))
     rounds: list[Round] = []
     for pieces, side in ((sends, "sends"), (recvs, "recvs")):
@@ -193,8 +221,18 @@ def _plan_stage(moves: tuple[Move, ...], me: int, limit: int) -> Stage:
 def _messages(pieces: Sequence[Piece], moves: Sequence[Move], limit: int) -> Iterator[Message]:
     """Cut the regions for one pair of ranks into messages of at most `limit` payload bytes."""
     message, room = Message(), limit
+    sizes: dict[tuple[int, str], int] = {}  # by identity of the box: pieces of one route share it
     for piece in pieces:
-        itemsize = DTYPES[moves[piece.move].dtype][0]
+        dtype = moves[piece.move].route.dtype
+        nbytes = sizes.get((id(piece.box), dtype))
+        if nbytes is None:
+            nbytes = sizes[id(piece.box), dtype] = piece.box.size * DTYPES[dtype][0]
+        if nbytes < DIRECT_BYTES and nbytes <= room:  # the usual small tensor
+            room -= nbytes
+            message.packed.append(Piece(piece.move, piece.box, message.nbytes))
+            message.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            continue
+        itemsize = DTYPES[dtype][0]
         rest = list(_pieces(piece.box, max(1, limit // itemsize)))[::-1]
         while rest:
             box = rest.pop()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 from .agree import Classes
 from .describe import show
 from .errors import Fault
-from .layout import Layout
 from .merge import Variant, Variants, brief, check_present, merge
-from .plan import to_ranks
-from .schema import DTYPES, Entry, Key, TensorSpec, keeps_meaning
+from .plan import Route, to_ranks
+from .schema import Entry, Key, TensorSpec, keeps_meaning, number_fits
 from .statelayout import AMBIGUOUS, HOOK, OPAQUE, Rule, fresh_state
 
 
@@ -26,28 +24,31 @@ class Mode(NamedTuple):
     check_sources: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False)
 class Write:
-    """One value for this rank: the source's entry, and where each of its tensors goes.
+    """What this rank gets under a key: the source's entry, and where each of its tensors goes.
 
     `targets` has one spec per tensor leaf, or one for a value that is a single tensor.
     """
 
-    key: Key
     source: Entry
     targets: tuple[TensorSpec, ...]
 
 
-@dataclass(slots=True)
-class Delivery:
+class Delivery(NamedTuple):
     """One tensor leaf on its way; `number` is the position of `key`'s leaf."""
 
     key: Key
     number: int
-    source: TensorSpec
-    source_layout: Layout
-    target: TensorSpec
-    target_layout: Layout
+    route: Route
+
+
+class _Decision(NamedTuple):
+    """How one value is delivered. Values that ranks hold and pass alike share a decision."""
+
+    routes: tuple[Route, ...]
+    write: Write | None
+    """None where this rank keeps no part."""
 
 
 @dataclass
@@ -66,6 +67,10 @@ class Resolution:
     """Entries that other ranks than the source pass too."""
 
 
+_Specs = Callable[[Key, Variant, Entry, Sequence[Variant]], tuple[TensorSpec, ...] | None]
+"""Where the tensors of a value go that `target` gets from `chosen`; None after noting a fault."""
+
+
 class Resolver:
     """Matches sources to targets for one setter call."""
 
@@ -74,6 +79,9 @@ class Resolver:
     ) -> None:
         self.mode, self.ranks, self.me, self.rules = mode, ranks, me, rules
         self.out = Resolution()
+        self._decisions: dict[tuple[Any, ...], _Decision] = {}
+        """By what the ranks hold and pass: the very objects, which equal entries share (see `merge`)."""
+        self._namings: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}
         self.names: dict[str, str] = {}
         """Further names of tied parameters -> the first."""
         for _, target in targets:
@@ -98,13 +106,19 @@ class Resolver:
 
     def resolve(self) -> Resolution:
         """All keys; faults first, for they end the call."""
+        present: set[int] = set()
         for key, same in self.targets.items():
-            if key[0] in ("model", "param"):
-                self.out.faults += check_present(key, same, frozenset(self.ranks))
+            if key[0] not in ("model", "param"):
+                continue
+            if id(same) not in present:
+                faults = check_present(key, same, frozenset(self.ranks))
+                self.out.faults += faults
+                if not faults:
+                    present.add(id(same))
             for variant in same:
                 if key[0] == "model":
-                    self._model(key, variant)
-                elif key[0] == "param":
+                    self._decided(key, key, variant, None, self._model_specs)
+                else:
                     self._parameter(key[1], variant)
         self._shared()
         self._unexpected()
@@ -142,8 +156,7 @@ class Resolver:
 
     def named_source(self, fqn: str, target: Variant) -> int | None:
         """The rank whose group fields `fqn` takes: for `target`'s own rank, or the source under broadcast."""
-        chosen = self._chosen(("named", fqn), target)
-        ranks = [rank for variant in chosen for rank in variant.ranks]
+        ranks = self._named_by(fqn, target)
         return None if not ranks else (self.me if self.me in ranks else min(ranks))
 
     def source_rank(self, me: int, passing: Mapping[int, Any]) -> int:
@@ -192,19 +205,16 @@ class Resolver:
 
     # -- models ---------------------------------------------------------------------------------------
 
-    def _model(self, key: Key, target: Variant) -> None:
-        chosen = self._chosen(key, target)
-        entry = self._served(key, target, chosen)
-        if entry is None:
-            return
+    def _model_specs(
+        self, key: Key, target: Variant, entry: Entry, chosen: Sequence[Variant]
+    ) -> tuple[TensorSpec, ...] | None:
+        """Where the tensors of one value go; None after noting a fault."""
         want = target.entry.single
         if want is None:  # extra state: any value will do
-            self._deliver(key, target, chosen, entry, _plain(entry))
-            return
+            return _plain(entry)
         for variant in chosen:
             self._check_tensor(key, variant, want)
-        if entry.single is not None:
-            self._deliver(key, target, chosen, entry, (want,))
+        return None if entry.single is None else (want,)
 
     def _check_tensor(self, key: Key, source: Variant, want: TensorSpec) -> None:
         have, rank = source.entry.single, source.ranks[0]
@@ -223,50 +233,56 @@ class Resolver:
 
     def _parameter(self, fqn: str, target: Variant) -> None:
         saved = self.states.get(fqn, {})
-        named = self._chosen(("named", fqn), target)
+        named, wrote = self._named_by(fqn, target), False
         if not named:
             self._missing(fqn, target)
             return
-        (param,) = target.entry.leaves
-        source_ranks = {rank for variant in named for rank in variant.ranks}
-        wrote = False
         for key, same in saved.items():
-            if self.mode.broadcast and not any(source_ranks & set(v.ranks) for v in same):
+            if self.mode.broadcast and all(named.isdisjoint(variant.ranks) for variant in same):
                 continue
-            chosen = self._chosen(key, target)
-            entry = self._served(key, target, chosen)
-            if entry is not None:
-                wrote = True
-                specs = self._state_specs(key, target, param, entry, chosen)
-                if specs is not None:
-                    self._deliver(key, target, chosen, entry, specs)
+            wrote |= self._decided(key, key[2], target, self._kept(key, target), self._state_specs)
         if not wrote and self.me in target.ranks:
             self.out.cleared.append(fqn)
 
+    def _named_by(self, fqn: str, target: Variant) -> frozenset[int]:
+        """The ranks whose groups name the parameter, of those that serve `target`."""
+        sign = (target.ranks, id(self.sources.get(("named", fqn))))
+        found = self._namings.get(sign)
+        if found is None:
+            chosen = self._chosen(("named", fqn), target)
+            found = self._namings[sign] = frozenset(rank for variant in chosen for rank in variant.ranks)
+        return found
+
+    def _kept(self, key: Key, target: Variant) -> Variant | None:
+        """What the ranks of `target` keep under `key`."""
+        for variant in self.targets.get(key, ()):
+            if _meet(variant.ranks, target.ranks):
+                return variant
+        return None
+
     def _state_specs(
-        self, key: Key, target: Variant, param: TensorSpec, entry: Entry, chosen: Sequence[Variant]
+        self, key: Key, target: Variant, entry: Entry, chosen: Sequence[Variant]
     ) -> tuple[TensorSpec, ...] | None:
         """Where the tensors of one state value go; None after noting a fault."""
-        kept = next((v.entry for v in self.targets.get(key, ()) if _meet(v.ranks, target.ranks)), None)
-        old = kept.single if kept is not None else None
+        (param,) = target.entry.leaves
+        kept = self._kept(key, target)
+        old = None if kept is None else kept.entry.single
         have = entry.single
         if have is None:
-            if old is not None and not _number_fits(entry.skeleton, old):
+            if old is not None and not number_fits(entry.skeleton, old):
                 self._fault(chosen[0].ranks[0], f"{show(key)}: {_brief(entry)} was passed for {brief(old)}")
-            specs = tuple(self._fresh(key, chosen, spec, param) for spec in entry.leaves)
-        elif old is not None and not (old.form in (OPAQUE, AMBIGUOUS) and not self.mode.full):
+            return tuple(self._fresh(key, chosen, spec, param) for spec in entry.leaves)
+        if old is not None and not (old.form in (OPAQUE, AMBIGUOUS) and not self.mode.full):
             if old.form in (OPAQUE, AMBIGUOUS):
                 self._unclear(key, target.ranks[0], old)
                 return None
             for variant in chosen:
                 self._check_tensor(key, variant, old)
-            specs = (old,)
-        elif old is not None and have.shape != old.shape:
+            return (old,)
+        if old is not None and have.shape != old.shape:
             self._fault(chosen[0].ranks[0], f"{show(key)}: {brief(have)} was passed for {brief(old)}")
             return None
-        else:
-            specs = (self._fresh(key, chosen, have, param),)
-        return specs
+        return (self._fresh(key, chosen, have, param),)
 
     def _fresh(self, key: Key, chosen: Sequence[Variant], have: TensorSpec, param: TensorSpec) -> TensorSpec:
         """Where a tensor goes for which the target keeps nothing yet."""
@@ -293,54 +309,78 @@ class Resolver:
 
     def _shared(self) -> None:
         """Values that belong to the optimizer as a whole: each rank of an optimizer gets all of them."""
-        everywhere = tuple(rank for rank in self.ranks)
+        target = Variant(Entry(None), tuple(self.ranks))
         for key in self.sources:
             if key[0] == "global":
-                target = Variant(Entry(None), everywhere)
-                chosen = self._chosen(key, target)
-                entry = self._served(key, target, chosen)
-                if entry is not None:
-                    self._deliver(key, target, chosen, entry, _plain(entry))
+                self._decided(key, key, target, None, lambda _, __, entry, ___: _plain(entry))
 
     # -- the rest -------------------------------------------------------------------------------------
 
-    def _deliver(
-        self, key: Key, target: Variant, chosen: Sequence[Variant], entry: Entry, specs: tuple[TensorSpec, ...]
-    ) -> None:
+    def _decided(self, key: Key, kind: Any, target: Variant, kept: Variant | None, specs: _Specs) -> bool:
+        """Note what becomes of one value; whether there is one. Equal cases (of one `kind`) are decided once."""
+        same = self.sources.get(key)
+        sign = (kind if key[0] == "state" else key[0], id(target), id(kept), id(same))
+        decision = self._decisions.get(sign)
+        if decision is None:
+            before = self._notes()
+            chosen = self._chosen(key, target)
+            entry = self._served(key, target, chosen)
+            goals = None if entry is None else specs(key, target, entry, chosen)
+            if entry is None or goals is None:
+                return entry is not None
+            decision = self._decide(target, chosen, entry, goals)
+            if before == self._notes():  # what was noted belongs to this key alone
+                self._decisions[sign] = decision
+        routes, write = decision
+        self.out.deliveries += [Delivery(key, i, route) for i, route in enumerate(routes)]
+        if write is not None:
+            self.out.writes[key] = write
+        return True
+
+    def _notes(self) -> tuple[int, ...]:
+        return len(self.out.faults), len(self.out.missing), len(self.out.ignored)
+
+    def _decide(
+        self, target: Variant, chosen: Sequence[Variant], entry: Entry, specs: tuple[TensorSpec, ...]
+    ) -> _Decision:
         ranks = chosen[0].ranks
         if len(chosen) > 1:
             ranks = tuple(sorted({rank for variant in chosen for rank in variant.ranks}))
-        for i, (have, want) in enumerate(zip(entry.leaves, specs, strict=False)):
+        routes = []
+        for have, want in zip(entry.leaves, specs, strict=False):
             source = have.layout.held_by(have.shape, ranks) if have.layout else None
             source = source or to_ranks(ranks, have.shape)
             goal = want.layout or to_ranks(target.holders(), want.shape)
-            self.out.deliveries.append(Delivery(key, i, have, source, want, goal))
-        if self.me in target.holders():
-            self.out.writes[key] = Write(key, entry, specs)
+            routes.append(Route(have.dtype, have.shape, source, goal, want.dtype))
+        return _Decision(tuple(routes), Write(entry, specs) if self.me in target.holders() else None)
 
     def _unexpected(self) -> None:
         known = {(key[0], key[1]) for key in self.targets}
-        params = {key[1] for key in self.targets if key[0] == "param"}
+        expected: set[tuple[str, int, int]] = set()
         for key, same in self.sources.items():
             if key[0] == "global":
                 continue
-            fits = key[1] in params if key[0] in ("state", "named") else (key[0], key[1]) in known
-            ranks = self._surprised(key, same, fits)
-            if ranks and key[1] not in self.out.unexpected:
+            place = ("param" if key[0] in ("state", "named") else key[0], key[1])
+            sign = (place[0], id(same), id(self.targets.get(place)))
+            if sign in expected:
+                continue
+            ranks = self._surprised(same, place, place in known)
+            if not ranks:
+                expected.add(sign)
+            elif key[1] not in self.out.unexpected:
                 if self.me in ranks:
                     self.out.unexpected.append(key[1])
                 if self.mode.strict:
                     self._fault(ranks[0], f"unexpected: {key[1]!r} is in the state dict, not in the target")
 
-    def _surprised(self, key: Key, same: Iterable[Variant], fits: bool) -> list[int]:
-        """The ranks that pass `key` in vain."""
+    def _surprised(self, same: Iterable[Variant], place: Key, fits: bool) -> list[int]:
+        """The ranks that pass in vain what belongs to `place`."""
         passing = sorted({rank for variant in same for rank in variant.ranks})
         if self.mode.broadcast:
             return [] if fits else list(self.ranks)
         if any(variant.layout() is not None for variant in same):
             return [] if fits else passing
-        section = "param" if key[0] in ("state", "named") else key[0]
-        holding = {rank for variant in self.targets.get((section, key[1]), []) for rank in variant.ranks}
+        holding = {rank for variant in self.targets.get(place, []) for rank in variant.ranks}
         return [rank for rank in passing if rank not in holding]
 
 
@@ -353,21 +393,6 @@ def _plain(entry: Entry) -> tuple[TensorSpec, ...]:
     """Every tensor of a value, whole on each rank."""
     single = entry.single
     return tuple(TensorSpec(s.dtype, s.shape) for s in (entry.leaves if single is None else (single,)))
-
-
-_NUMBERS = {int: "int64", float: "float64", "f": "float64", "c": "complex128"}
-
-
-def _number_fits(skeleton: Any, old: TensorSpec) -> bool:
-    """Whether a plain value may come where the target keeps the tensor `old`; numbers, if it is a counter for them."""
-    tag = next(iter(skeleton), None) if isinstance(skeleton, dict) else type(skeleton)
-    if tag not in _NUMBERS:
-        return tag != "i"  # an integer of more than 1024 bits
-    if prod(old.shape) != 1 or not keeps_meaning(_NUMBERS[tag], old.dtype):
-        return False
-    size, kind = DTYPES[old.dtype]
-    top = 2 ** (8 * size - (not old.dtype.startswith("u"))) if kind == "int" else 2**63
-    return tag is not int or (0 if old.dtype.startswith("u") else -top) <= skeleton < top
 
 
 def _brief(entry: Entry) -> str:

@@ -68,6 +68,21 @@ class TensorSpec:
         return self.itemsize * prod(self.shape)
 
 
+_NUMBERS = {int: "int64", float: "float64", "f": "float64", "c": "complex128"}
+
+
+def number_fits(skeleton: Any, old: TensorSpec) -> bool:
+    """Whether a plain value may come where the target keeps the tensor `old`; numbers, if it is a counter for them."""
+    tag = next(iter(skeleton), None) if isinstance(skeleton, dict) else type(skeleton)
+    if tag not in _NUMBERS:
+        return tag != "i"  # an integer of more than 1024 bits
+    if prod(old.shape) != 1 or not keeps_meaning(_NUMBERS[tag], old.dtype):
+        return False
+    size, kind = DTYPES[old.dtype]
+    top = 2 ** (8 * size - (not old.dtype.startswith("u"))) if kind == "int" else 2**63
+    return tag is not int or (0 if old.dtype.startswith("u") else -top) <= skeleton < top
+
+
 LEAF: Any = {"t": 0}
 """Skeleton of a value that is one tensor."""
 
@@ -140,6 +155,8 @@ LONG_BITS = 1024
 def take_apart(value: Any, leaf: TakeLeaf) -> Any:
     """The skeleton of `value`. `leaf` gets each non-plain object and returns its skeleton, or raises."""
     kind = type(value)
+    if kind not in _PLAIN:
+        return leaf(value)
     if value is None or kind in (bool, str):
         return value
     if kind is int:
@@ -154,9 +171,10 @@ def take_apart(value: Any, leaf: TakeLeaf) -> Any:
         return {"{": [[take_apart(key, leaf), take_apart(item, leaf)] for key, item in value.items()]}
     if kind is complex:
         return {"c": struct.pack("<dd", value.real, value.imag).hex()}
-    if kind is bytes:
-        return {"b": base64.b85encode(value).decode()}
-    return leaf(value)
+    return {"b": base64.b85encode(value).decode()}
+
+
+_PLAIN = frozenset({type(None), bool, str, int, float, list, tuple, dict, complex, bytes})
 
 
 def put_together(skeleton: Any, leaf: TakeLeaf) -> Any:

@@ -92,7 +92,7 @@ def set_all(
             result = resolver.resolve()
         if not (found or result.faults):
             fields, disputed = new_fields(call.backend, target.held, classes["sources"], source.groups, resolver, mode)
-            found += disputed
+            found += [*disputed, *_unfit(call.backend, target, result, fields, mode)]
             prepared = _prepare(call.backend, target, result)
             prepared.objects = _own_objects(described, result)
             _rescue(call.backend, described, result, prepared)
@@ -101,6 +101,42 @@ def set_all(
     call.ready([*found, *result.faults])
     _write(call, target, described, result, prepared, fields)
     return _report(target, result)
+
+
+def _unfit(
+    backend: Backend, target: Target, result: Resolution, fields: Sequence[dict[str, Any] | None], mode: Mode
+) -> list[Fault]:
+    """What an optimizer whose state has a fixed form says that it can't keep: faults if strict, else warnings."""
+    refusals = getattr(target.optimizer, "unfit", None)
+    if refusals is None or not target.held.has_optimizer:
+        return []
+    ids = target.held.ids
+    state: dict[ParamId, dict[Any, Any]] = {}
+    shared: dict[Any, Any] = {}
+    for key, write in result.writes.items():
+        if key[0] == "state":
+            state.setdefault(ids[key[1]], {})[key[2]] = _announced(backend, write)
+        elif key[0] == "global":
+            shared[key[1]] = _announced(backend, write)
+    names = {pid: f"{fqn!r}: " for fqn, pid in ids.items()}
+    cleared = [ids[fqn] for fqn in result.cleared]
+    texts = [names.get(pid, "") + text for pid, text in refusals(state, cleared, fields, shared)]
+    if mode.strict:
+        return [Fault(backend.fabric.rank(), "IncompatibleStateError", text) for text in texts]
+    if texts:
+        warnings.warn(f"left out: {'; '.join(texts[:20])}", stacklevel=5)
+    return []
+
+
+def _announced(backend: Backend, write: Write) -> Any:
+    """A value before its tensors have arrived: their specs in their places; None if it can't be carried."""
+    if write.source.opaque:
+        return None
+    return rebuild(
+        write.source.skeleton,
+        lambda i: write.targets[i],
+        lambda spec, data: backend.tensors.from_raw(data, spec, None),
+    )
 
 
 def _own_objects(described: Values, result: Resolution) -> dict[Key, Any]:
@@ -120,22 +156,23 @@ def _rescue(backend: Backend, described: Values, result: Resolution, prepared: _
 
     A caller may pass the target's own live values, under other names or laid out in another way.
     """
+    if not any(described.tensors.values()):
+        return
     tensors, pairs = backend.tensors, []
-    written = {tensors.memory(slot.local)[0] for slot in prepared.slots.values() if slot.live is not None}
-    for one in result.deliveries if written else ():
-        passed = described.tensors.get(result.names.get(one.key, one.key), ())
-        if one.number >= len(passed):
+    written = {tensors.storage(slot.local) for slot in prepared.slots.values() if slot.live is not None}
+    for key, number, route in result.deliveries if written else ():
+        passed = described.tensors.get(result.names.get(key, key), ())
+        if number >= len(passed):
             continue
-        local = tensors.local(passed[one.number])
-        memory = tensors.memory(local)
-        if memory[0] not in written:
+        local = tensors.local(passed[number])
+        if tensors.storage(local) not in written:
             continue
-        slot = prepared.slots.get((one.key, one.number))
-        itself = slot is not None and one.source_layout == one.target_layout and tensors.memory(slot.local) == memory
+        slot = prepared.slots.get((key, number))
+        itself = slot is not None and route.source == route.target and tensors.same_memory(slot.local, local)
         spec = tensors.spec(local)
         if not itself and spec is not None:
             fresh = tensors.empty(spec.shape, spec.dtype, tensors.place(local))
-            prepared.rescued[one.key, one.number] = fresh
+            prepared.rescued[key, number] = fresh
             pairs.append((fresh, local))
     tensors.copy(pairs)
 
@@ -199,28 +236,38 @@ def _prepare(backend: Backend, target: Target, result: Resolution) -> _Prepared:
     """Memory for every value of this rank: the target's own, or fresh. What can fail fails here."""
     prepared = _Prepared()
     me = backend.fabric.rank()
-    contents: dict[Entry, Local] = {}
+    boxes: dict[Write, list[tuple[TensorSpec, Box | None]]] = {}
+    contents: dict[Write, Local | None] = {}
     for key, write in result.writes.items():
-        single = write.source.single
-        for i, spec in enumerate(write.targets):
-            slot = _slot(backend, target, key, spec, single is not None, me)
-            if slot is None:
+        mine = boxes.get(write)
+        if mine is None:
+            mine = boxes[write] = [(spec, _box_of(spec, me)) for spec in write.targets]
+            contents[write] = _content(backend, write)
+        single, content = write.source.single is not None, contents[write]
+        for i, (spec, box) in enumerate(mine):
+            if box is None:
                 continue
-            prepared.slots[key, i] = slot
-            if single is not None and write.source.skeleton != LEAF:
-                if write.source not in contents:
-                    have, data = counter_of(write.source.skeleton)
-                    contents[write.source] = backend.tensors.from_raw(data, have, None)
-                if slot.box.size:
-                    prepared.copies.append((slot.local, backend.tensors.view(contents[write.source], slot.box)))
+            slot = prepared.slots[key, i] = _slot(backend, target, key, spec, box, single)
+            if content is not None and box.size:
+                prepared.copies.append((slot.local, backend.tensors.view(content, box)))
     return prepared
 
 
-def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, single: bool, me: int) -> _Slot | None:
-    """Where this rank keeps its part of one tensor; None if it has no part."""
-    box = whole(spec.shape) if spec.layout is None else spec.layout.box(spec.shape, me)
-    if box is None:
+def _box_of(spec: TensorSpec, me: int) -> Box | None:
+    """This rank's part of one tensor; None if it has none."""
+    return whole(spec.shape) if spec.layout is None else spec.layout.box(spec.shape, me)
+
+
+def _content(backend: Backend, write: Write) -> Local | None:
+    """The tensor that came in the schema, for a value that is a counter."""
+    if write.source.single is None or write.source.skeleton == LEAF:
         return None
+    have, data = counter_of(write.source.skeleton)
+    return backend.tensors.from_raw(data, have, None)
+
+
+def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, box: Box, single: bool) -> _Slot:
+    """Where this rank keeps its part of one tensor."""
     tensors = backend.tensors
     if key[0] == "model":
         assert target.model is not None
@@ -230,11 +277,11 @@ def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, single: 
         value = target.held.live[key]
         place = None if tensors.spec(value) is None else tensors.place(value)
         return _Slot(tensors.empty(box.shape, spec.dtype, place), box, spec)
-    old = target.held.live.get(key)
     kept = target.held.values.entries.get(key)
     if single and kept is not None:
         was = kept.single
         if was is not None and (was == spec or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
+            old = target.held.live[key]
             return _Slot(tensors.local(old), box, spec, old)
     return _Slot(tensors.empty(box.shape, spec.dtype, _fresh_place(backend, target, key, spec)), box, spec)
 
@@ -266,15 +313,11 @@ def _write(
 
 def _transfer(call: Call, described: Values, result: Resolution, prepared: _Prepared) -> None:
     tensors, me = call.backend.tensors, call.me
-    moves: list[tuple[Move, str]] = []
-    for index, one in enumerate(result.deliveries):
-        have = one.source
-        move = Move(index, have.dtype, have.shape, one.source_layout, one.target_layout)
-        moves.append((move, one.target.dtype))
+    moves = [Move(index, one.route) for index, one in enumerate(result.deliveries)]
 
     def source(index: int) -> tuple[Local, Box]:
         one = result.deliveries[index]
-        box = one.source_layout.box(one.source.shape, me)
+        box = one.route.source.box(one.route.shape, me)
         assert box is not None
         rescued = prepared.rescued.get((one.key, one.number))
         return tensors.local(_passed(described, one.key, target_names)[one.number]) if rescued is None else rescued, box

@@ -119,24 +119,25 @@ class _Runner:
         """The target's own memory, if bytes can arrive there as they are."""
         view = self._to(piece)
         spec = self.backend.tensors.spec(view)
-        if spec is None or spec.dtype != self.stage.moves[piece.move].dtype:
+        if spec is None or spec.dtype != self.stage.moves[piece.move].route.dtype:
             return None
         return self.backend.tensors.as_buffer(view)
 
     def _nbytes(self, piece: Piece) -> int:
-        return piece.box.size * DTYPES[self.stage.moves[piece.move].dtype][0]
+        return piece.box.size * DTYPES[self.stage.moves[piece.move].route.dtype][0]
 
     def _windows(self, buffer: Buffer, pieces: Sequence[Piece]) -> list[Local]:
-        parts = [(piece.offset, piece.box.shape, self.stage.moves[piece.move].dtype) for piece in pieces]
+        parts = [(piece.offset, piece.box.shape, self.stage.moves[piece.move].route.dtype) for piece in pieces]
         return self.backend.tensors.windows(buffer, parts)
 
     def _from(self, piece: Piece) -> Local:
         move = self.stage.moves[piece.move]
-        return self._view((self._target if move.forward else self._source)(move.tensor), piece.box)
+        local, held = (self._target if move.route.forward else self._source)(move.tensor)
+        return local if piece.box is held or piece.box == held else self._view(local, held, piece.box)
 
     def _to(self, piece: Piece) -> Local:
-        return self._view(self._target(self.stage.moves[piece.move].tensor), piece.box)
+        local, held = self._target(self.stage.moves[piece.move].tensor)
+        return local if piece.box is held or piece.box == held else self._view(local, held, piece.box)
 
-    def _view(self, storage: tuple[Local, Box], box: Box) -> Local:
-        local, held = storage
+    def _view(self, local: Local, held: Box, box: Box) -> Local:
         return self.backend.tensors.view(local, box.within(held))

@@ -71,7 +71,7 @@ def test_the_text_is_the_same_in_whatever_order_faults_arrive():
         texts.add(str(caught.value))
     (text,) = texts
     assert "call was refused on all participating ranks; nothing was changed" in text
-    assert [f"rank {r}: key {k}" for r in range(3) for k in "ab"] == [line.strip() for line in text.splitlines()[1:]]
+    assert [f"ranks 0, 1, 2: key {k}" for k in "ab"] == [line.strip() for line in text.splitlines()[1:]]
 
 
 def test_the_class_is_that_of_the_lowest_rank():
@@ -84,7 +84,22 @@ def test_the_class_is_that_of_the_lowest_rank():
 @pytest.mark.parametrize("count", [SCREENFUL, SCREENFUL + 1, 1000])
 def test_more_than_a_screenful_is_counted(count):
     with pytest.raises(DisagreementError) as caught:
-        raise_faults([Fault(rank, "DisagreementError", "x") for rank in range(count)], "call")
+        raise_faults([Fault(rank, "DisagreementError", f"x{rank}") for rank in range(count)], "call")
     lines = str(caught.value).splitlines()[1:]
     more = [f"… and {count - SCREENFUL} more"] if count > SCREENFUL else []
-    assert [f"rank {r}: x" for r in range(SCREENFUL)] + more == [line.strip() for line in lines]
+    assert [f"rank {r}: x{r}" for r in range(SCREENFUL)] + more == [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([3], "rank 3"),
+        ([5, 2], "ranks 2, 5"),
+        (range(8), "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
+        (range(64), "ranks 0, 1, 2 … 63"),
+    ],
+)
+def test_what_many_ranks_say_alike_is_said_once(ranks, named):
+    with pytest.raises(OptionError) as caught:
+        raise_faults([Fault(rank, "OptionError", "the same") for rank in ranks], "call")
+    assert [f"{named}: the same"] == [line.strip() for line in str(caught.value).splitlines()[1:]]

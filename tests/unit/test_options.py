@@ -11,7 +11,7 @@ import pytest
 from hyperstate import HyperstateError, OptionError, OptionTypeError, StateDictOptions
 from hyperstate.options import read_options
 
-DEFAULTS = {
+FLAGS = {
     "full_state_dict": False,
     "cpu_offload": False,
     "ignore_frozen_params": False,
@@ -20,6 +20,7 @@ DEFAULTS = {
     "strict": True,
     "keep_submodule_prefixes": True,
 }
+DEFAULTS = {**FLAGS, "names": "own"}
 
 
 def test_the_defaults_are_those_of_the_specification():
@@ -28,8 +29,8 @@ def test_the_defaults_are_those_of_the_specification():
 
 
 def test_every_combination_is_accepted_but_broadcast_without_full():
-    for values in product([False, True], repeat=len(DEFAULTS)):
-        chosen = dict(zip(DEFAULTS, values, strict=True))
+    for values in product([False, True], repeat=len(FLAGS)):
+        chosen = {**dict(zip(FLAGS, values, strict=True)), "names": "neutral"}
         if chosen["broadcast_from_rank0"] and not chosen["full_state_dict"]:
             with pytest.raises(OptionError, match="broadcast_from_rank0=True needs full_state_dict=True"):
                 StateDictOptions(**chosen)
@@ -37,7 +38,7 @@ def test_every_combination_is_accepted_but_broadcast_without_full():
             assert chosen == asdict(read_options(SimpleNamespace(**chosen)))
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", [1, 0, "yes", None], ids=repr)
 def test_a_value_that_is_no_bool_is_refused_by_name(name, value):
     with pytest.raises(OptionError, match=f"StateDictOptions.{name} must be True or False, not {value!r}"):
@@ -46,7 +47,7 @@ def test_a_value_that_is_no_bool_is_refused_by_name(name, value):
         read_options(SimpleNamespace(**{name: value}))
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", FLAGS)
 def test_an_object_with_one_of_the_attributes_has_the_defaults_for_the_rest(name):
     options = (
         SimpleNamespace(full_state_dict=True, **{name: not DEFAULTS[name], "dsd_fqn_modifiers": "_fqn_modifiers"})
@@ -54,6 +55,12 @@ def test_an_object_with_one_of_the_attributes_has_the_defaults_for_the_rest(name
         else SimpleNamespace(full_state_dict=True)
     )
     assert {**DEFAULTS, "full_state_dict": True, name: not DEFAULTS[name]} == asdict(read_options(options))
+
+
+@pytest.mark.parametrize("names", ["pytorch", "", None, True], ids=repr)
+def test_names_are_own_or_neutral(names):
+    with pytest.raises(OptionError, match="StateDictOptions.names must be 'own' or 'neutral', not " + repr(names)):
+        read_options(SimpleNamespace(names=names))
 
 
 def test_options_are_returned_as_they_are_and_can_not_be_changed():

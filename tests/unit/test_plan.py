@@ -14,7 +14,7 @@ from strategies import layouts, shapes
 
 from hyperstate import plan as plans
 from hyperstate.layout import Box, Layout, Mesh, replicated, row, whole
-from hyperstate.plan import Move, plan, staged, to_ranks
+from hyperstate.plan import Move, Route, plan, to_ranks
 from hyperstate.schema import DTYPES
 
 LIMIT = 1 << 20
@@ -60,7 +60,7 @@ def carry_out(moves, sources, ranks, limit=LIMIT):
         before = [{rank: dict(held) for rank, held in target.items()} for target in targets]
 
         def read(rank, move, box, before=before):
-            held = before[move.tensor] if move.forward else sources[move.tensor]
+            held = before[move.tensor] if move.route.forward else sources[move.tensor]
             return [held[rank][index] for index in elements(box)]
 
         def write(rank, move, box, values):
@@ -87,7 +87,7 @@ def _deliver(here, n, rank, depth, limit, read, write, traffic):
         buffer, payload = bytearray(message.nbytes), 0
         for piece in message.packed:
             move = here[peer].moves[piece.move]
-            data = b"".join(encode(v, move.dtype) for v in read(peer, move, piece.box))
+            data = b"".join(encode(v, move.route.dtype) for v in read(peer, move, piece.box))
             assert 0 == piece.offset % plans.ALIGNMENT
             assert bytes(len(data)) == bytes(buffer[piece.offset : piece.offset + len(data)])
             buffer[piece.offset : piece.offset + len(data)] = data
@@ -96,7 +96,7 @@ def _deliver(here, n, rank, depth, limit, read, write, traffic):
             size = piece.box.size * itemsize(move)
             payload += size
             if piece in message.packed:
-                values = decode(buffer[piece.offset : piece.offset + size], move.dtype)
+                values = decode(buffer[piece.offset : piece.offset + size], move.route.dtype)
             else:
                 values = read(peer, move, piece.box)
             write(rank, move, piece.box, values)
@@ -107,7 +107,7 @@ def _deliver(here, n, rank, depth, limit, read, write, traffic):
 
 
 def itemsize(move):
-    return DTYPES[move.dtype][0]
+    return DTYPES[move.route.dtype][0]
 
 
 def encode(value, dtype):
@@ -123,7 +123,7 @@ def decode(data, dtype):
 def moved(shape, source, target, held, dtype="int32", limit=LIMIT):
     """What the ranks of `target` hold after one move, and the traffic."""
     ranks = sorted({*source.mesh.ranks, *target.mesh.ranks})
-    targets, traffic = carry_out([(Move(0, dtype, shape, source, target), dtype)], [held], ranks, limit)
+    targets, traffic = carry_out([Move(0, Route(dtype, shape, source, target))], [held], ranks, limit)
     return {rank: targets[0][rank] for rank in target.mesh.ranks}, traffic
 
 
@@ -181,7 +181,7 @@ def test_many_tensors_share_messages_and_arrive_whole_under_every_limit(case, da
     limit, direct = data.draw(st.integers(16, 200)), data.draw(st.sampled_from([1, 20, 64, plans.DIRECT_BYTES]))
     routes = [(a, b), (b, c), (a, d)]
     values = numbered(shape)
-    moves = [(Move(i, dtypes[i], shape, *routes[i]), dtypes[i]) for i in range(3)]
+    moves = [Move(i, Route(dtypes[i], shape, *routes[i])) for i in range(3)]
     ranks = sorted({rank for layout in (a, b, c, d) for rank in layout.mesh.ranks})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "DIRECT_BYTES", direct)
@@ -202,10 +202,10 @@ def test_ranks_that_a_tensor_does_not_concern_may_leave_it_out_of_their_list(cas
     def shifted(layout):
         return Layout(Mesh(layout.mesh.shape, tuple(r + 10 for r in layout.mesh.ranks)), layout.splits)
 
-    first, second = Move(0, "int32", shape, a, b), Move(1, "int32", shape, shifted(a), shifted(b))
+    first, second = Move(0, Route("int32", shape, a, b)), Move(1, Route("int32", shape, shifted(a), shifted(b)))
     ranks = {*a.mesh.ranks, *b.mesh.ranks}
     rank = data.draw(st.sampled_from(sorted(ranks)))
-    alone, together = (plan([(m, "int32") for m in moves], rank, LIMIT) for moves in ([first], [first, second]))
+    alone, together = (plan(moves, rank, LIMIT) for moves in ([first], [first, second]))
     for x, y in zip(alone, together, strict=False):
         assert (x.local, x.rounds) == (y.local, y.rounds)
 
@@ -219,7 +219,7 @@ def test_a_full_set_for_which_every_rank_has_the_tensor_sends_nothing(case):
     everywhere = to_ranks(layout.mesh.ranks, shape)
     for rank in layout.mesh.ranks:
         assert all(
-            () == stage.rounds for stage in plan([(Move(0, "int8", shape, everywhere, layout), "int8")], rank, LIMIT)
+            () == stage.rounds for stage in plan([Move(0, Route("int8", shape, everywhere, layout))], rank, LIMIT)
         )
 
 
@@ -227,7 +227,7 @@ def test_a_full_set_for_which_every_rank_has_the_tensor_sends_nothing(case):
 def test_a_tensor_that_keeps_its_layout_sends_nothing(case, data):
     layout, shape = case
     rank = data.draw(st.sampled_from(layout.mesh.ranks))
-    (stage,) = plan([(Move(0, "int8", shape, layout, layout), "int8")], rank, LIMIT)
+    (stage,) = plan([Move(0, Route("int8", shape, layout, layout))], rank, LIMIT)
     assert () == stage.rounds
     assert [layout.box(shape, rank)] == [piece.box for piece in stage.local] or 0 == layout.box(shape, rank).size
 
@@ -241,7 +241,7 @@ def test_from_the_root_each_region_leaves_once_and_replicas_pass_it_on(case, dat
     leaving = sum(count for (depth, sender, _), count in traffic.sent.items() if depth == 0 and sender == root)
     assert leaving <= 4 * prod(shape)
     assert all(root == sender for depth, sender, _ in traffic.sent if depth == 0)
-    stages = len(plan([(Move(0, "int32", shape, to_ranks([root], shape), layout), "int32")], root, LIMIT))
+    stages = len(plan([Move(0, Route("int32", shape, to_ranks([root], shape), layout))], root, LIMIT))
     assert (len(layout.replicas) - 1).bit_length() + 1 == stages
     # Later stages double the replicas: a rank sends its box to one other, nobody gets anything twice.
     assert all(1 == n for n in Counter((depth, sender) for depth, sender, _ in traffic.sent if depth).values())
@@ -264,17 +264,17 @@ def test_a_full_get_on_the_root_takes_each_shard_from_one_replica_only():
 
 
 def test_later_stages_carry_the_dtype_that_the_target_keeps():
-    move = Move(7, "float64", (4,), to_ranks([0], (4,)), Layout(Mesh((4, 1), (0, 1, 2, 3)), ((1,),)))
+    target = Layout(Mesh((4, 1), (0, 1, 2, 3)), ((1,),))
+    route = Route("float64", (4,), to_ranks([0], (4,)), target, "bfloat16")
     assert [("float64", False), ("bfloat16", True), ("bfloat16", True)] == [
-        (part.dtype, part.forward) for part in staged(move, "bfloat16")
+        (part.dtype, part.forward) for part in route.staged
     ]
 
 
 def test_large_regions_go_straight_and_small_ones_share_a_buffer():
     shapes_ = [(3,), (plans.DIRECT_BYTES // 4,), (5,)]
     moves = [
-        (Move(i, "int32", shape, to_ranks([0], shape), to_ranks([1], shape)), "int32")
-        for i, shape in enumerate(shapes_)
+        Move(i, Route("int32", shape, to_ranks([0], shape), to_ranks([1], shape))) for i, shape in enumerate(shapes_)
     ]
     (stage,) = plan(moves, 1, 64 << 20)
     (one,) = stage.rounds
@@ -287,7 +287,7 @@ def test_large_regions_go_straight_and_small_ones_share_a_buffer():
 def test_a_one_element_region_waits_for_the_next_message_if_its_bytes_do_not_fit():
     """2 of 64 bytes are left, and a float32 needs 4."""
     shapes_ = [((31,), "float16"), ((1,), "float32"), ((), "float32")]
-    moves = [(Move(i, dtype, s, to_ranks([0], s), to_ranks([1], s)), dtype) for i, (s, dtype) in enumerate(shapes_)]
+    moves = [Move(i, Route(dtype, s, to_ranks([0], s), to_ranks([1], s))) for i, (s, dtype) in enumerate(shapes_)]
     (stage,) = plan(moves, 0, 64)
     sizes = [[piece.move for piece in one.sends[1].packed] for one in stage.rounds]
     assert [[0], [1, 2]] == sizes
@@ -310,8 +310,8 @@ def test_one_rank_of_16384_plans_with_work_in_proportion_to_the_ranks(monkeypatc
     wide, square = (Layout(Mesh(shape, ranks), ((1,), ())) for shape in ((64, 256), (128, 128)))
     shape = (4096, 8)
     moves = [
-        (Move(0, "float32", shape, to_ranks([0], shape), wide), "float32"),
-        (Move(1, "float32", shape, wide, square), "float32"),
+        Move(0, Route("float32", shape, to_ranks([0], shape), wide)),
+        Move(1, Route("float32", shape, wide, square)),
     ]
     stages = plan(moves, 5000, LIMIT)
     assert 1 + 6 == len(stages)

@@ -32,7 +32,7 @@ class NumpyBackend:
             return any(map(self.owns, value))
         return isinstance(value, (Module, Tensor, np.ndarray)) or is_sharded(value) or is_optimizer(value)
 
-    def model(self, model: Any, device: Any = None) -> NumpyModel:
+    def model(self, model: Any, device: Any = None, names: str = "own") -> NumpyModel:  # noqa: ARG002  # both kinds of names are the same here
         """Describe a module or a sequence of modules; runs state-dict pre-hooks. `device` is for meta parameters."""
         parts = [model] if isinstance(model, Module) else list(model)
         for part in parts:
@@ -43,7 +43,7 @@ class NumpyBackend:
                 raise OptionError("device='meta' has no storage to load into; name 'cpu' or 'sim'")
         return NumpyModel(parts, self.tensors, device)
 
-    def optimizer(self, optimizer: Any) -> NumpyOptimizer:
+    def optimizer(self, optimizer: Any, names: str = "own") -> NumpyOptimizer:  # noqa: ARG002  # the same
         """Describe an optimizer or a sequence of them."""
         given = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
         return NumpyOptimizer(given, self.tensors)

@@ -97,6 +97,10 @@ class NumpyOptimizer:
         """What is known of the state of these classes."""
         return {key: rule for one in self._given for key, rule in getattr(type(one), "rules", {}).items()}
 
+    def state_keys(self) -> Sequence[Sequence[str] | None]:
+        """What each optimizer's class says of itself."""
+        return [one.state_keys() if isinstance(one, optimizers.Optimizer) else None for one in self._given]
+
     def fresh_form(self, param: ParamId) -> str:
         """How the optimizer's class keeps sharded state, or else what goes with the parameter's kind."""
         slot = self._slots[param]

@@ -30,6 +30,10 @@ class Optimizer:
         ]
         self.state: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
 
+    def state_keys(self) -> list[str] | None:
+        """State keys of a parameter that was updated; None where anybody may put anything."""
+        return list(self.rules) or None
+
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
@@ -93,6 +97,10 @@ class SGD(Optimizer):
     def __init__(self, params: Iterable[Any], lr: Any = 0.01, momentum: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
+    def state_keys(self) -> list[str]:
+        """See `Optimizer`."""
+        return ["momentum_buffer"] if any(_number(group["momentum"]) for group in self.param_groups) else []
+
     def update(self, param: AnyTensor, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         """See `Optimizer`."""
         direction, momentum = _wide(gradient), _number(group["momentum"])
@@ -141,6 +149,10 @@ class LocalAdam(Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: Any = 0.01, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
+
+    def state_keys(self) -> list[str]:
+        """See `Optimizer`."""
+        return ["step", "m", "v"]
 
     def update(self, param: AnyTensor, weight: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         """See `Optimizer`."""

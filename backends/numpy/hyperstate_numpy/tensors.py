@@ -86,6 +86,10 @@ class NumpyTensors:
         """Fresh memory, recognisably unwritten (`arrays.POISON`)."""
         return arrays.empty(shape, dtype, place or CPU)
 
+    def zeros(self, shape: Shape, dtype: str, place: Place) -> Tensor:
+        """A fresh tensor of zeros."""
+        return arrays.zeros(shape, dtype, place or CPU)
+
     def wrap(self, local: Tensor, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local`, of the kind and on the mesh of `like`; `local` itself for a plain `spec`."""
         if spec.layout is None:
@@ -119,17 +123,18 @@ class NumpyTensors:
             return False
         return own.shape == spec.shape and own.layout == spec.layout
 
-    def memory(self, local: Tensor) -> tuple[Hashable, Hashable]:
-        """The array that owns the elements, by identity, and where in it they are."""
-        array, owner = local.array, local.array
+    def storage(self, local: Tensor) -> Hashable:
+        """The array that owns the elements, by identity."""
+        owner = local.array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        return id(owner if owner.base is None else owner.base), (
-            array.__array_interface__["data"][0],
-            array.shape,
-            array.strides,
-            local.dtype,
-        )
+        return id(owner if owner.base is None else owner.base)
+
+    def same_memory(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two tensors are the same elements of one storage, read in the same way."""
+        arrays = (a.array, b.array)
+        ways = [(array.__array_interface__["data"][0], array.shape, array.strides) for array in arrays]
+        return ways[0] == ways[1] and a.dtype == b.dtype
 
     def copy(self, pairs: Sequence[Pair]) -> None:
         """For each (to, from): copy values, converting the dtype."""
@@ -160,6 +165,12 @@ class NumpyTensors:
         if local.device != self._fabric.wire() or not local.array.flags.c_contiguous:
             return None
         return Tensor(byte_view(local.array), "uint8", local.device)
+
+    def host_bytes(self, local: Tensor) -> memoryview | None:
+        """`local`'s own bytes; None if it is not contiguous or lives elsewhere than on the host."""
+        if local.device != CPU or not local.array.flags.c_contiguous:
+            return None
+        return memoryview(byte_view(local.array))
 
     def windows(self, buffer: Tensor, parts: Sequence[tuple[int, Shape, str]]) -> list[Tensor]:
         """Typed tensors over parts of `buffer`."""

@@ -38,7 +38,7 @@ class TorchBackend:
             isinstance(param, torch.Tensor) for group in value.param_groups for param in group["params"]
         )
 
-    def model(self, model: Any, device: Any = None) -> TorchModel:
+    def model(self, model: Any, device: Any = None, names: str = "own") -> TorchModel:  # noqa: ARG002  # both kinds of names are the same here
         """Describe a module or a sequence of modules; runs state-dict hooks. `device` is for plain meta parameters."""
         if not isinstance(model, torch.nn.Module):
             model = list(model)
@@ -48,7 +48,7 @@ class TorchBackend:
         self.tensors.meta_place = None if device is None else (self.tensors.place_named(device),)
         return TorchModel(model, self.tensors)
 
-    def optimizer(self, optimizer: Any) -> TorchOptimizer:
+    def optimizer(self, optimizer: Any, names: str = "own") -> TorchOptimizer:  # noqa: ARG002  # the same
         """Describe an optimizer or a sequence of them; runs state-dict hooks."""
         return TorchOptimizer(optimizer, self.tensors)
 

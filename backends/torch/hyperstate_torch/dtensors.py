@@ -55,7 +55,7 @@ class Meshes:
 
     def __init__(self) -> None:
         # By identity: equal device meshes may have been sliced from different roots.
-        self._meshes: dict[int, tuple[weakref.ref[Any], Mesh, dict[Any, Layout]]] = {}
+        self._meshes: dict[int, tuple[weakref.ref[Any], Mesh, dict[Any, TensorSpec], dict[Any, Layout]]] = {}
 
     def layout(self, value: Any) -> Layout:
         """Layout of a sharded tensor. Raises `UnsupportedConfigurationError` for a placement that has none."""
@@ -64,15 +64,29 @@ class Meshes:
             return self._foreign_layout(value)
         placements, order = spec.placements, spec.shard_order
         ndim = len(spec.tensor_meta.shape) if spec.tensor_meta is not None else value.ndim
-        mesh, known = self._entry(spec.mesh)
+        mesh, _, known = self._entry(spec.mesh)
         key = (placements, ndim, order)
         layout = known.get(key)
         if layout is None:
             layout = known[key] = Layout(mesh, _splits(placements, mesh.shape, ndim, order))
         return layout
 
+    def seen(self, value: Any) -> tuple[dict[Any, TensorSpec] | None, Any]:
+        """Specs of sharded tensors on the mesh of `value` by what decides them, and what decides that of `value`.
+
+        None for kinds that have to be read each time.
+        """
+        spec, inner = getattr(value, "_spec", None), getattr(value, "_local_tensor", None)
+        if type(inner) is not torch.Tensor or getattr(spec, "tensor_meta", None) is None:
+            return None, None
+        assert spec is not None
+        if inner.layout is not torch.strided or inner.is_nested:
+            return None, None
+        sign = (spec.placements, spec.shard_order, value.shape, value.dtype, inner.shape)
+        return self._entry(spec.mesh)[1], sign
+
     def _foreign_layout(self, value: Any) -> Layout:
-        mesh, known = self._entry(value.device_mesh)
+        mesh, _, known = self._entry(value.device_mesh)
         ndim = len(value.shape)
         described = tuple(map(_describe, value.placements))
         layout = known.get((described, ndim))
@@ -85,15 +99,16 @@ class Meshes:
         """The core's mesh for a device mesh of either kind."""
         return self._entry(device_mesh)[0]
 
-    def _entry(self, device_mesh: Any) -> tuple[Mesh, dict[Any, Layout]]:
+    def _entry(self, device_mesh: Any) -> tuple[Mesh, dict[Any, TensorSpec], dict[Any, Layout]]:
         found = self._meshes.get(id(device_mesh))
         if found is not None and found[0]() is device_mesh:
-            return found[1], found[2]
+            return found[1:]
         name = id(device_mesh)
         mesh = self._read(device_mesh)
+        specs: dict[Any, TensorSpec] = {}
         layouts: dict[Any, Layout] = {}
-        self._meshes[name] = (weakref.ref(device_mesh, lambda _: self._meshes.pop(name, None)), mesh, layouts)
-        return mesh, layouts
+        self._meshes[name] = (weakref.ref(device_mesh, lambda _: self._meshes.pop(name, None)), mesh, specs, layouts)
+        return mesh, specs, layouts
 
     def _read(self, device_mesh: Any) -> Mesh:
         names = getattr(device_mesh, "mesh_dim_names", None)

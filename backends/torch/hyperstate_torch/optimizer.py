@@ -11,7 +11,7 @@ from hyperstate.backend import ParamGroup, ParamId
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
 
 from . import dtensors
-from .rules import counters_on_device, known_layouts
+from .rules import counters_on_device, known_layouts, state_keys
 from .tensors import Place, TorchTensors
 
 KEPT_FIELDS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -144,6 +144,10 @@ class TorchOptimizer:
                 found |= known.get(cls, {})
         return found
 
+    def state_keys(self) -> Sequence[Sequence[str] | None]:
+        """See `rules.state_keys`."""
+        return list(map(state_keys, self._optimizers))
+
     def fresh_form(self, param: ParamId) -> str:
         """See `TorchTensors.fresh_form`."""
         return self._tensors.fresh_form(self.param(param))
@@ -238,8 +242,9 @@ class TorchOptimizer:
             for key, value in shared.items():
                 optimizer.state[key] = self._merged(optimizer.state.get(key), value, pairs)
         self._tensors.copy(pairs)
+        given = {type(value) for values in state.values() for value in values.values()}
         numbers = (_is_number(value) for param in state for value in optimizer.state[self.param(param)].values())
-        if isinstance(optimizer, torch.optim.Optimizer) and any(numbers):
+        if not given.isdisjoint((int, float)) and isinstance(optimizer, torch.optim.Optimizer) and any(numbers):
             # Checkpoints older than torch 1.12 keep counters as numbers; the class knows which it wants as tensors.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 LIKE_PARAM, REPLICATED = "like_param", "replicated"
@@ -45,3 +49,50 @@ def counters_on_device(kind: type) -> bool:
     (``torch.optim.Optimizer._process_value_according_to_param_policy``).
     """
     return issubclass(kind, torch.optim.ASGD)
+
+
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+_KEYS: dict[str, tuple[str, ...]] = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adafactor": ("step", "row_var", "col_var", "variance"),
+    "Adagrad": ("step", "sum"),
+    "Adam": (*_ADAM, "max_exp_avg_sq"),
+    "AdamW": (*_ADAM, "max_exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Muon": ("momentum_buffer",),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": _ADAM,
+    "RMSprop": ("step", "square_avg", "momentum_buffer", "grad_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": ("momentum_buffer",),
+    "SparseAdam": _ADAM,
+}
+"""Class -> all keys that a parameter's state can have, in the order in which the class makes them."""
+_ONLY_IF = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
+
+
+def state_keys(optimizer: Any) -> list[str] | None:
+    """State keys that an optimizer's class makes with its present fields; None for a class that is not known.
+
+    A subclass with a `step` of its own may keep anything.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _KEYS and cls is getattr(torch.optim, cls.__name__, None):
+            own_step = inspect.unwrap(type(optimizer).step) is not inspect.unwrap(cls.step)
+            break
+    else:
+        return None
+    if own_step:
+        return None
+    groups = optimizer.param_groups
+    return [key for key in _KEYS[cls.__name__] if any(_made(cls.__name__, key, group) for group in groups)]
+
+
+def _made(name: str, key: str, group: Mapping[str, Any]) -> bool:
+    """Whether parameters of a group get the key."""
+    if name == "Adafactor" and key != "step":
+        return any((param.dim() > 1) == (key != "variance") for param in group["params"])
+    if key == "momentum_buffer" and name != "Muon":
+        return bool(group["momentum"])
+    return key not in _ONLY_IF or bool(group[_ONLY_IF[key]])

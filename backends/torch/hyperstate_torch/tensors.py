@@ -46,6 +46,9 @@ class TorchTensors:
             _check_storage(value)
             return _spec(value.dtype, value.shape, None)
         if dtensors.is_sharded(value):
+            known, sign = self._meshes.seen(value)
+            if known is not None and sign in known:
+                return known[sign]
             layout = self._meshes.layout(value)
             inner = getattr(value, "_local_tensor", None)
             if inner is not None and type(inner) is not torch.Tensor and not hasattr(inner, "elem"):
@@ -56,7 +59,10 @@ class TorchTensors:
                     f"a sharded tensor of shape {tuple(value.shape)} and placements {tuple(value.placements)} keeps a "
                     f"local tensor of shape {tuple(inner.shape)} on this rank, where its layout gives {box.shape}"
                 )
-            return _spec(value.dtype, value.shape, layout)
+            spec = _spec(value.dtype, value.shape, layout)
+            if known is not None:
+                known[sign] = spec
+            return spec
         if not isinstance(value, torch.Tensor):
             return None
         _check_storage(value)
@@ -111,6 +117,10 @@ class TorchTensors:
                 return torch.empty(shape, dtype=_torch_dtype(dtype), device=place or "cpu")
         return torch.empty(shape, dtype=_torch_dtype(dtype), device=place or "cpu")
 
+    def zeros(self, shape: Shape, dtype: str, place: Place) -> torch.Tensor:
+        """A fresh plain tensor of zeros."""
+        return self.empty(shape, dtype, place).zero_()
+
     def wrap(self, local: torch.Tensor, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local` on the mesh of `like`; `local` itself for a plain `spec`."""
         if torch.is_inference_mode_enabled():
@@ -130,10 +140,14 @@ class TorchTensors:
                 found = found.narrow(dim, start, stop - start)
         return found
 
-    def memory(self, local: torch.Tensor) -> tuple[Hashable, Hashable]:
-        """The storage, by address, and how its elements are read."""
-        place = (local.storage_offset(), local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg())
-        return (local.device, local.untyped_storage().data_ptr()), place
+    def storage(self, local: torch.Tensor) -> Hashable:
+        """The device and address of the storage."""
+        return local.device, local.untyped_storage().data_ptr()
+
+    def same_memory(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether two tensors are the same elements of one storage, read in the same way."""
+        ways = [(t.storage_offset(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()) for t in (a, b)]
+        return ways[0] == ways[1] and self.storage(a) == self.storage(b)
 
     def same_storage_form(self, value: Any, spec: TensorSpec, place: Place) -> bool:
         """Whether values of `spec` at `place` can be copied into `value` as it is."""
@@ -208,6 +222,17 @@ class TorchTensors:
         if local.device != self._fabric.wire() or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
         return _bytes_of(local.detach())
+
+    def host_bytes(self, local: torch.Tensor) -> memoryview | None:
+        """`local`'s own bytes; None if it is not contiguous or lives elsewhere than on the host."""
+        if local.device != _HOST or not local.is_contiguous() or local.is_conj() or local.is_neg():
+            return None
+        nbytes = local.numel() * local.element_size()
+        if not nbytes:
+            return memoryview(bytearray())
+        held = (ctypes.c_ubyte * nbytes).from_address(local.data_ptr())
+        held.owner = local  # type: ignore[attr-defined]  # keeps the memory while the view is in use
+        return memoryview(held).cast("B")
 
     def windows(self, buffer: torch.Tensor, parts: Sequence[tuple[int, Shape, str]]) -> list[torch.Tensor]:
         """Typed tensors over parts of `buffer`, whose offsets are multiples of `ALIGNMENT`."""
