@@ -91,6 +91,9 @@ class Tensors(Protocol):
     def host_bytes(self, local: Local) -> memoryview | None:
         """`local`'s own bytes, writable and sharing its memory; None if it is not contiguous on the host."""
 
+    def over(self, memory: memoryview, dtype: str, shape: Shape) -> Local:
+        """A tensor on the host over these writable bytes, sharing them and keeping them alive. Not empty."""
+
     def windows(self, buffer: Buffer, parts: Sequence[tuple[int, Shape, str]]) -> list[Local]:
         """Typed tensors over parts of `buffer`, each (byte offset, shape, dtype)."""
 

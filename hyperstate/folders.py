@@ -19,17 +19,21 @@ from .checkpoint.folder import read_manifest
 from .checkpoint.storage import open_store
 from .errors import CheckpointError
 from .layout import Shape
-from .metadata import Saved, SavedEntries, entries_of, field_of
+from .metadata import Found, Saved, SavedEntries, entries_of, field_of
 from .schema import DTYPES, LEAF
 
 _SHOWN = 5
 
 
-def read_path(place: Any, rank: int, section: str) -> SavedEntries:
-    """Entries of a folder or of one file in it."""
-    path = Path(place)
-    if "://" in str(place) or (path / manifest.NAME).is_file():
-        return _of_manifest(read_manifest(open_store(place)), section)
+def read_path(place: Any, rank: int, section: str) -> Found:
+    """Entries of a folder or of one file in it; behind a URL, of a checkpoint of this library."""
+    if "://" in str(place) or (Path(place) / manifest.NAME).is_file():
+        own = read_manifest(open_store(place))
+        return Found(_of_manifest(own, section), own.naming)
+    return Found(_of_others(Path(place), rank))
+
+
+def _of_others(path: Path, rank: int) -> SavedEntries:
     if path.is_file():
         if path.name.endswith(".safetensors"):
             return _of_shards([path])
@@ -127,14 +131,14 @@ def _of_shards(files: list[Path]) -> SavedEntries:
         here = boxes.setdefault(name, {})
         if dtypes.setdefault(name, dtype) != dtype or len(next(iter(here), offsets)) != len(offsets):
             raise CheckpointError(f"{file}: {name!r} is {dtype}{list(shape)}, unlike in another file")
-        if offsets in here and prod(shape):  # several ranks may hold the same nothing
+        if offsets in here and prod(shape) > 0:  # several ranks may hold the same nothing
             raise CheckpointError(f"{file}: {name!r} at {list(offsets)} stands in another file, too")
         here[offsets] = shape
     found = {}
     for name, parts in boxes.items():
         ends = [[a + b for a, b in zip(offsets, shape, strict=True)] for offsets, shape in parts.items()]
         whole: Shape = tuple([max(stops) for stops in zip(*ends, strict=True)])
-        held = sum(prod(shape) for shape in parts.values())
+        held: int = sum(prod(shape) for shape in parts.values())
         if held != prod(whole):
             raise CheckpointError(
                 f"{files[0].parent}: the shards of {name!r} make up {held} elements of {list(whole)}; files are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CheckpointError, UnsupportedConfigurationError
 from .layout import Shape
@@ -32,6 +32,14 @@ class Saved:
 
 
 SavedEntries = dict[str, Saved]
+
+
+class Found(NamedTuple):
+    """The entries of a checkpoint."""
+
+    entries: SavedEntries
+    names: str | None = None
+    """Whose names they have (`StateDictOptions.names`), if the checkpoint says so."""
 
 
 def neutral(dtype: Any) -> str:

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from .errors import OptionTypeError
-from .metadata import SavedEntries, entries_of
+from .metadata import Found, entries_of
 
 
-def read(reader: Any, rank: int, section: str) -> SavedEntries:
+def read(reader: Any, rank: int, section: str) -> Found:
     """What a checkpoint holds. `reader` is a path, or an object with ``read_metadata()`` or ``load_metadata()``.
 
     Of a checkpoint that keeps "model" and "optim" apart, `section` is read. A reader that finds no file is asked
@@ -23,7 +23,7 @@ def read(reader: Any, rank: int, section: str) -> SavedEntries:
     for name in ("read_metadata", "load_metadata"):
         method = getattr(reader, name, None)
         if callable(method):
-            return entries_of(_called(method, rank), type(reader).__qualname__)
+            return Found(entries_of(_called(method, rank), type(reader).__qualname__))
     raise OptionTypeError(
         f"reader is a {type(reader).__qualname__} with neither read_metadata() (PyTorch) nor load_metadata() "
         "(HyperParallel); pass a storage reader or the checkpoint's path"

@@ -45,10 +45,9 @@ def build_model_load_template(model: Any, reader: Any, *, options: Any = None, p
     unknown dtype, `InvalidStateDictError` if the checkpoint has none of the model's names, `CheckpointError`
     for metadata that can't be read.
     """
-    opts = read_options(options)
     backend = choose(first_of(model))
+    opts, saved = _read(backend, reader, "model", options, prefix)
     held = hold_model(backend, backend.model(model, names=opts.names), skip_frozen=opts.ignore_frozen_params)
-    saved = _below(read(reader, backend.fabric.rank(), "model"), prefix)
     maker = _Maker(backend, held, opts)
     template: StateDict = {}
     for key, entry in saved.items():
@@ -75,11 +74,10 @@ def build_optim_load_template(
 
     Raises besides: `IncompatibleStateError` for groups that the optimizer lacks (a warning unless ``strict``).
     """
-    opts = read_options(options)
     backend = choose(first_of(model), first_of(optimizer))
+    opts, saved = _read(backend, reader, "optim", options, prefix)
     port = backend.model(model, names=opts.names)
     held = add_optimizer(backend, Held(Values(), {}), port, backend.optimizer(optimizer, names=opts.names), None)
-    saved = _below(read(reader, backend.fabric.rank(), "optim"), prefix)
     keys = read_keys({key: entry.path for key, entry in saved.items()}, held.names)
     if saved and not keys.seen:
         raise InvalidStateDictError(f"the checkpoint holds no optimizer state ('state.<FQN>.<key>'); {_keys(saved)}")
@@ -297,6 +295,17 @@ def _leaf(value: Any) -> Any:
 
 def _is_scalar(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+
+
+def _read(
+    backend: Backend, reader: Any, section: str, options: Any, prefix: str
+) -> tuple[StateDictOptions, SavedEntries]:
+    """Options, and the checkpoint's entries below `prefix`. Without options, names are those of the checkpoint."""
+    opts = read_options(options)
+    found = read(reader, backend.fabric.rank(), section)
+    if options is None and found.names is not None:
+        opts = replace(opts, names=found.names)
+    return opts, _below(found.entries, prefix)
 
 
 def _below(entries: SavedEntries, prefix: str) -> SavedEntries:

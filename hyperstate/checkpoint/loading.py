@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from ..agree import Call, Classes
@@ -276,15 +277,36 @@ def _read(backend: Backend, store: Store, manifest: Manifest, plan: list[_Wanted
     locals_: dict[int, Local] = {}
     by_file: dict[int, list[tuple[int, int]]] = {}
     for i, wanted in enumerate(plan):
-        locals_[i] = tensors.empty(wanted.box.shape, wanted.stored.dtype, None)
         for j, chunk in enumerate(wanted.stored.chunks):
             if wanted.box.size and intersect(wanted.box, chunk.box) is not None:
                 by_file.setdefault(chunk.file, []).append((i, j))
     for file in sorted(by_file):
         with open_file(store, manifest, manifest.files[file]) as (reader, _):
             for i, j in by_file[file]:
+                if i not in locals_:
+                    locals_[i] = _mapped(tensors, reader, plan[i], j)
+                    if locals_[i] is not None:
+                        continue
+                    locals_[i] = tensors.empty(plan[i].box.shape, plan[i].stored.dtype, None)
                 _read_chunk(tensors, reader, plan[i], j, locals_[i])
+    for i, wanted in enumerate(plan):
+        if i not in locals_:
+            locals_[i] = tensors.empty(wanted.box.shape, wanted.stored.dtype, None)
     return {(w.key, w.leaf): tensors.wrap(locals_[i], w.spec, w.like) for i, w in enumerate(plan)}
+
+
+def _mapped(tensors: Tensors, reader: Reader, wanted: _Wanted, number: int) -> Local | None:
+    """This rank's part as a tensor over the file itself, if it is one run of bytes in it."""
+    chunk, itemsize = wanted.stored.chunks[number], wanted.stored.itemsize
+    if intersect(wanted.box, chunk.box) != wanted.box:
+        return None
+    nbytes = itemsize * wanted.box.size
+    runs = list(islice(reads(chunk.box.shape, wanted.box.within(chunk.box), itemsize, nbytes), 2))
+    if len(runs) != 1 or runs[0].cover != runs[0].box:
+        return None
+    start = chunk.start + itemsize * offset_in(chunk.box.shape, runs[0].cover.start)
+    memory = reader.map(start, nbytes) if start % itemsize == 0 else None
+    return None if memory is None else tensors.over(memory, wanted.stored.dtype, wanted.box.shape)
 
 
 def _read_chunk(tensors: Tensors, reader: Reader, wanted: _Wanted, number: int, local: Local) -> None:

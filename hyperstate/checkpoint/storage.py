@@ -5,6 +5,7 @@ A store tells what failed by `CheckpointError`, which names the file.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ class Reader(Protocol):
 
     def read_into(self, view: memoryview, start: int) -> None:
         """Fill `view` (bytes) with what stands from byte `start`. Raises `CheckpointError` if the file ends before."""
+
+    def map(self, start: int, nbytes: int) -> memoryview | None:
+        """Some bytes of the file as memory, which may be written to without changing the file; None if it can't be."""
 
 
 class Writer(Protocol):
@@ -209,6 +213,7 @@ class _LocalReader:
     def __init__(self, file: Any, path: str) -> None:
         self._file, self._path = file, path
         self.size = os.fstat(file.fileno()).st_size
+        self._map: mmap.mmap | None = None
 
     def read_into(self, view: memoryview, start: int) -> None:
         done = 0
@@ -218,6 +223,19 @@ class _LocalReader:
             if not count:
                 raise CheckpointError(f"{self._path} ends at byte {start + done}, inside what should be there")
             done += count
+
+    def map(self, start: int, nbytes: int) -> memoryview | None:
+        if not 0 < nbytes <= self.size - start:
+            return None
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self._file.fileno(), self.size, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError):
+                return None  # no address space, or a file system that can't
+        if hasattr(self._map, "madvise"):
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, first, start + nbytes - first)
+        return memoryview(self._map)[start : start + nbytes]
 
 
 class Remote:
@@ -314,3 +332,6 @@ class _RemoteReader:
         if len(data) != len(view):
             raise CheckpointError(f"{self._path} ends at byte {start + len(data)}, inside what should be there")
         view[:] = data
+
+    def map(self, start: int, nbytes: int) -> memoryview | None:  # noqa: ARG002  # nothing here is memory
+        return None

@@ -109,5 +109,5 @@ def test_replicas_write_every_row_once_and_alike_much(rows, replicas, row_bytes)
 def test_a_large_shard_is_cut_among_its_replicas():
     box = Box((0,), (10,))
     parts = [share(box, 10 << 20, (0, 10 << 20), 10 << 20, r, 4) for r in range(4)]
-    assert [Box(*map(lambda x: (x,), chunk_of)) for chunk_of in ((0, 2), (2, 5), (5, 7), (7, 10))] == parts
+    assert [Box((a,), (b,)) for a, b in ((0, 2), (2, 5), (5, 7), (7, 10))] == parts
     assert (0, 3) == chunk(10, 4, 0)  # torch.chunk would give the last replica one row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from copy import deepcopy
 
 import pytest
@@ -99,7 +100,7 @@ def chunk(**new):
         (row("tensors", 1, 1, 7), "no text"),
         (chunk(c0=5), "range"),
         (chunk(c1=[1, 0]), "overlap|of 12"),
-        (chunk(c2=[5, 3]), "outside"),
+        (chunk(c1=[3, 0], c2=[5, 3]), "outside"),
         (chunk(c3=140), "overlap at byte"),
         (chunk(c3=1 << 63), "no size"),
         (chunk(c4=[]), "checksums"),
@@ -167,8 +168,6 @@ def put(value, path, new):
     if not path:
         return new
     value = deepcopy(value)
-    try:
+    with suppress(KeyError, IndexError, TypeError):  # an earlier change may have removed the place
         value[path[0]] = put(value[path[0]], path[1:], new)
-    except (KeyError, IndexError, TypeError):
-        pass  # an earlier change removed the place
     return value

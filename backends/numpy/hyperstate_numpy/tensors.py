@@ -172,6 +172,10 @@ class NumpyTensors:
             return None
         return memoryview(byte_view(local.array))
 
+    def over(self, memory: memoryview, dtype: str, shape: Shape) -> Tensor:
+        """A tensor on the host over these bytes."""
+        return Tensor(np.frombuffer(memory, storage(dtype)).reshape(shape), dtype)
+
     def windows(self, buffer: Tensor, parts: Sequence[tuple[int, Shape, str]]) -> list[Tensor]:
         """Typed tensors over parts of `buffer`."""
         found = []

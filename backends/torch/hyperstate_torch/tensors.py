@@ -234,6 +234,10 @@ class TorchTensors:
         held.owner = local  # type: ignore[attr-defined]  # keeps the memory while the view is in use
         return memoryview(held).cast("B")
 
+    def over(self, memory: memoryview, dtype: str, shape: Shape) -> torch.Tensor:
+        """A tensor on the host over these bytes."""
+        return torch.frombuffer(memory, dtype=torch.uint8).view(_torch_dtype(dtype)).reshape(shape)
+
     def windows(self, buffer: torch.Tensor, parts: Sequence[tuple[int, Shape, str]]) -> list[torch.Tensor]:
         """Typed tensors over parts of `buffer`, whose offsets are multiples of `ALIGNMENT`."""
         typed: dict[str, tuple[torch.Tensor, int, int]] = {}

@@ -2,7 +2,7 @@
 
 A case is ``case(kit, **arguments)``; it asserts by itself, and what it returns must be equal on all
 ranks. The files: forms (what getters return), loads, matching and groups (what setters do), values,
-refusals, participants, laws, losses, checkpoints.
+refusals, participants, laws, losses, checkpoints, templates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from typing import Any, NamedTuple
 
 from .tools import MARK, Run
 
-FILES = ("forms", "loads", "matching", "groups", "values", "refusals", "participants", "laws", "losses", "checkpoints")
+FILES = (
+    "forms",
+    "loads",
+    "matching",
+    "groups",
+    "values",
+    "refusals",
+    "participants",
+    "laws",
+    "losses",
+    "checkpoints",
+    "templates",
+)
 
 
 class Case(NamedTuple):

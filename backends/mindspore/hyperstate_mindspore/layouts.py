@@ -1,0 +1,267 @@
+"""Reading and making sharded tensors of whatever kind, by structure alone.
+
+Three kinds count: hyperstate's own `DTensor`, HyperParallel's (known by `device_mesh`, `placements` and
+`to_local()`; never imported), and a Parameter that holds a local shard and on which `record` noted its layout.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from hyperstate.errors import UnsupportedConfigurationError
+from hyperstate.layout import Layout, Mesh, Shape, splits_of
+from hyperstate.schema import TensorSpec
+
+from . import job
+
+_RECORD = "_hyperstate_shard"
+
+
+@dataclass(frozen=True)
+class Record:
+    """How the full tensor is laid out of which a Parameter holds this rank's part."""
+
+    device_mesh: Any
+    placements: tuple[Any, ...]
+    shape: Shape
+    """Of the full tensor, in elements."""
+    local_shape: Shape
+    """Of this rank's part; it may have no elements."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether the Parameter holds zeros in place of a part without elements, which optimizers refuse."""
+        return 0 in self.local_shape
+
+    @property
+    def kept_shape(self) -> Shape:
+        """Shape of the Parameter itself."""
+        return tuple(max(size, 1) for size in self.local_shape) if self.padded else self.local_shape
+
+
+def record(parameter: ms.Parameter, device_mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Record:
+    """Note on `parameter` that it holds this rank's part of a tensor of `shape`. It must get that part's shape next."""
+    full = tuple(int(size) for size in shape)
+    layout = Layout(mesh_of(device_mesh), _splits(placements, mesh_of(device_mesh).shape, len(full)))
+    box = layout.box(full, job.rank())
+    if box is None:
+        raise ValueError(f"rank {job.rank()} is no member of the mesh over the ranks {layout.mesh.ranks}")
+    made = Record(device_mesh, tuple(placements), full, box.shape)
+    setattr(parameter, _RECORD, made)
+    return made
+
+
+def recorded(value: Any) -> Record | None:
+    """What `record` noted on a Parameter. Copies of a Parameter have no record."""
+    found: Record | None = getattr(value, _RECORD, None)
+    return found
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether `value` is a sharded tensor of some kind by itself, not by a record."""
+    if _declares_sharding(type(value)):  # type: ignore[arg-type]  # mypy doubts that a class has a hash
+        return True
+    return hasattr(value, "placements") and hasattr(value, "device_mesh") and hasattr(value, "to_local")
+
+
+@lru_cache
+def _declares_sharding(kind: type) -> bool:
+    return hasattr(kind, "placements") and hasattr(kind, "device_mesh") and hasattr(kind, "to_local")
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `value` is this rank's part of a tensor, with its layout."""
+    return recorded(value) is not None or is_dtensor(value)
+
+
+def local_of(value: Any) -> Any:
+    """This rank's part, sharing memory with `value` where it has elements; a plain tensor is its own part."""
+    noted = recorded(value)
+    if noted is not None:
+        _check_kept(value, noted)
+        return trimmed(value, value)
+    if is_dtensor(value):
+        found = getattr(value, "_local_tensor", None)
+        return local_of(value.to_local() if found is None else found)
+    return value
+
+
+def _check_kept(parameter: ms.Parameter, noted: Record) -> None:
+    if tuple(parameter.shape) != noted.kept_shape:
+        raise UnsupportedConfigurationError(
+            f"parameter {parameter.name!r} has the shape {tuple(parameter.shape)}, but its recorded shard on rank "
+            f"{job.rank()} has {noted.local_shape} of {noted.shape}: the call came inside `unsharded`, or the "
+            "parameter was given other data after shard_module"
+        )
+
+
+def trimmed(parameter: Any, value: Any) -> Any:
+    """`value`, or an empty tensor of the shard's shape if it stands for a part of `parameter` without elements.
+
+    `value` is the parameter or a tensor that an optimizer keeps like it.
+    """
+    noted = recorded(parameter)
+    if noted is None or not noted.padded or tuple(value.shape) != noted.kept_shape:
+        return value
+    return ms.Tensor(np.zeros(noted.local_shape, ms.dtype_to_nptype(value.dtype)))
+
+
+def shape_of(value: Any) -> Shape:
+    """The shape of the full tensor."""
+    noted = recorded(value)
+    return tuple(int(size) for size in value.shape) if noted is None else noted.shape
+
+
+def layout_of(value: Any) -> Layout:
+    """The layout of a sharded value. Raises `UnsupportedConfigurationError` for placements that have none."""
+    noted = recorded(value)
+    held: Any = value if noted is None else noted
+    return layout(held.device_mesh, held.placements, len(shape_of(value)))
+
+
+# By identity: equal meshes may have been sliced from different roots.
+_meshes: dict[int, tuple[weakref.ref[Any], Mesh, dict[Any, Layout]]] = {}
+
+
+def mesh_of(device_mesh: Any) -> Mesh:
+    """The core's mesh for a device mesh of any kind."""
+    return _entry(device_mesh)[0]
+
+
+def layout(device_mesh: Any, placements: Sequence[Any], ndim: int) -> Layout:
+    """The core's layout of a tensor with `ndim` dimensions; one object per mesh, placements and `ndim`."""
+    mesh, known = _entry(device_mesh)
+    key = (tuple(map(_describe, placements)), ndim)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = Layout(mesh, _splits(placements, mesh.shape, ndim))
+    return found
+
+
+def _entry(device_mesh: Any) -> tuple[Mesh, dict[Any, Layout]]:
+    found = _meshes.get(id(device_mesh))
+    if found is not None and found[0]() is device_mesh:
+        return found[1], found[2]
+    name = id(device_mesh)
+    mesh, known = _read(device_mesh), dict[Any, Layout]()
+    _meshes[name] = (weakref.ref(device_mesh, lambda _: _meshes.pop(name, None)), mesh, known)
+    return mesh, known
+
+
+def _read(device_mesh: Any) -> Mesh:
+    names = getattr(device_mesh, "mesh_dim_names", None)
+    shape = getattr(device_mesh, "mesh_shape", None)
+    root = getattr(device_mesh, "root_mesh", None)
+    return Mesh(
+        tuple(int(size) for size in (device_mesh.shape if shape is None else shape)),
+        tuple(_ranks(device_mesh)),
+        tuple(map(str, names)) if names else None,
+        None if root is None or root is device_mesh else mesh_of(root),
+    )
+
+
+def _ranks(device_mesh: Any) -> Iterator[int]:
+    ranks = getattr(device_mesh, "rank_list", None)
+    if ranks is None:
+        grid = device_mesh.mesh
+        ranks = grid.asnumpy() if hasattr(grid, "asnumpy") else grid
+    return (int(one) for one in np.asarray(ranks).reshape(-1))
+
+
+def _describe(placement: Any) -> tuple[int, int] | None:
+    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
+    if placement.is_replicate():
+        return None
+    dim = getattr(placement, "dim", None)
+    if placement.is_partial() or dim is None:
+        raise UnsupportedConfigurationError(
+            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
+            "redistribute it to Replicate() or Shard() first"
+        )
+    return int(dim), int(getattr(placement, "split_factor", 1))
+
+
+def _splits(placements: Sequence[Any], mesh_shape: Shape, ndim: int) -> tuple[tuple[int, ...], ...]:
+    if len(placements) != len(mesh_shape):
+        raise UnsupportedConfigurationError(
+            f"a mesh of shape {mesh_shape} needs {len(mesh_shape)} placements, not {tuple(placements)}"
+        )
+    try:
+        return splits_of([_describe(placement) for placement in placements], mesh_shape, ndim)
+    except ValueError as error:
+        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
+
+
+def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
+    """A sharded tensor of `spec` around this rank's `local`, on the mesh (and of the kind) of `like`."""
+    if spec.layout is None:
+        return local
+    if not is_sharded(like):
+        raise UnsupportedConfigurationError(f"a shard of {spec.layout} can't be made from a plain tensor's mesh")
+    noted = recorded(like)
+    held: Any = like if noted is None else noted
+    if mesh_of(held.device_mesh) != spec.layout.mesh:
+        raise UnsupportedConfigurationError(
+            f"a sharded tensor on the mesh {spec.layout.mesh} can't be made: the tensor it goes with lives on "
+            f"{mesh_of(held.device_mesh)}"
+        )
+    same = layout_of(like) == spec.layout
+    from .sharded import DTensor
+
+    if noted is not None or isinstance(like, DTensor):
+        placements = held.placements if same else _own_placements(spec.layout)
+        return DTensor(local, held.device_mesh, placements, spec.shape)
+    return _wrap_foreign(local, spec, like, same)
+
+
+def _wrap_foreign(local: Any, spec: TensorSpec, like: Any, same: bool) -> Any:
+    assert spec.layout is not None
+    placements = tuple(like.placements) if same else _foreign_placements(spec.layout, like)
+    made = type(like).from_local(local, like.device_mesh, placements)
+    if tuple(made.shape) != spec.shape:
+        raise UnsupportedConfigurationError(
+            f"{type(like).__module__}.{type(like).__qualname__} splits evenly only: a shard of shape "
+            f"{tuple(local.shape)} would stand for {tuple(made.shape)} instead of {spec.shape}"
+        )
+    return made
+
+
+def _factors(wanted: Layout) -> Iterator[tuple[int, int, int]]:
+    """Of each splitting mesh dimension: itself, the tensor dimension, and its split factor (inverse of `splits_of`)."""
+    for dim, split in enumerate(wanted.splits):
+        for i, d in enumerate(split):
+            yield d, dim, prod(wanted.mesh.shape[e] for e in split[:i] if e > d)
+
+
+def _own_placements(wanted: Layout) -> tuple[Any, ...]:
+    from .sharded import Replicate, Shard, StridedShard
+
+    found: list[Any] = [Replicate()] * len(wanted.mesh.shape)
+    for d, dim, factor in _factors(wanted):
+        found[d] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
+    return tuple(found)
+
+
+def _foreign_placements(wanted: Layout, like: Any) -> tuple[Any, ...]:
+    """Placements made with the classes that `like`'s own placements have."""
+    shard = next((type(p) for p in like.placements if getattr(p, "dim", None) is not None), None)
+    replicate = next((type(p) for p in like.placements if p.is_replicate()), None)
+    split = {d: (dim, factor) for d, dim, factor in _factors(wanted)}
+    count = len(wanted.mesh.shape)
+    if (
+        (split and shard is None)
+        or (len(split) < count and replicate is None)
+        or any(factor != 1 for _, factor in split.values())
+    ):
+        raise UnsupportedConfigurationError(
+            f"a tensor laid out as {wanted.splits} can't be made from the placements {tuple(like.placements)}"
+        )
+    return tuple(shard(split[d][0]) if d in split else replicate() for d in range(count))  # type: ignore[misc]  # checked above
