@@ -61,6 +61,9 @@ class Tensors(Protocol):
     def zeros(self, shape: Shape, dtype: str, place: Place) -> Local:
         """Like `empty`, filled with zeros."""
 
+    def staging(self, shape: Shape, dtype: str) -> Local:
+        """A fresh tensor on the host that devices copy to fast (pinned); kept and used again by the caller."""
+
     def wrap(self, local: Local, spec: TensorSpec, like: Tensor) -> Tensor:
         """A sharded tensor of `spec` around this rank's `local`, on the mesh (and of the kind) of `like`."""
 
@@ -308,6 +311,20 @@ def _owner(values: Iterable[Any]) -> Backend | None:
             if any(backend.owns(value) for value in values):
                 return backend
     return None
+
+
+def choose_for_call(*values: Any) -> tuple[Backend, BackendError | None]:
+    """As `choose`, for calls that other ranks make too: the backend that is named, and the error if it is not theirs.
+
+    The error can then travel. Without a name nobody can tell where the other ranks are, and it is raised here.
+    """
+    try:
+        return choose(*values), None
+    except BackendError as error:
+        named = _override.get() or os.environ.get(VARIABLE)
+        if not named or named not in _loaded:
+            raise
+        return _loaded[named], error
 
 
 def choose(*values: Any) -> Backend:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from .agree import Classes
@@ -12,9 +14,9 @@ from .backend import Backend
 from .collect import Held
 from .describe import rebuild
 from .errors import Fault
-from .merge import Variant, check_groups
+from .merge import Variant, brief, check_groups
 from .resolve import Mode, Resolver
-from .schema import Entry, alike, is_opaque
+from .schema import Entry, alike, counter_of, is_opaque, keeps_meaning, number_fits, put_together, refuse_leaf
 from .sourcing import OWN_FIELDS
 
 Skeletons = dict[str, Any]
@@ -45,6 +47,11 @@ def new_fields(
                     continue
                 seen.add(id(fields))
                 chosen = _agreed(chosen, fields, number, fqn, me, mode.strict, faults)
+        kept = _pairs(held.fields.entries[("group", number)].skeleton)
+        for name, value in (chosen or {}).items():
+            if name in kept and not _fits(value, kept[name]):
+                text = f"field {name!r} of param group {number}: {_short(value)} can't become {_short(kept[name])}"
+                faults.append(Fault(me, "IncompatibleStateError", f"{text} without losing its meaning"))
         result.append(None if chosen is None else _build(backend, chosen, _objects(own, fqns, resolver)))
     return result, faults
 
@@ -92,7 +99,33 @@ def _agreed(
     return {**fields, **first}
 
 
+def _fits(new: Any, old: Any) -> bool:
+    """Whether a field that is kept as `old` (tensors keep their dtype, floats stay floats) can take the value `new`."""
+    given = counter_of(new)[0] if _is_tensor(new) else None
+    if _is_tensor(old):
+        kept = counter_of(old)[0]
+        return number_fits(new, replace(kept, shape=())) if given is None else keeps_meaning(given.dtype, kept.dtype)
+    if given is not None:
+        return type(old) is not float or prod(given.shape) != 1 or keeps_meaning(given.dtype, "float64")
+    items, were = _items(new), _items(old)
+    return len(items) != len(were) or all(map(_fits, items, were))
+
+
+def _is_tensor(skeleton: Any) -> bool:
+    return isinstance(skeleton, dict) and "T" in skeleton
+
+
+def _items(skeleton: Any) -> list[Any]:
+    """The items of a list or tuple."""
+    found = skeleton.get("(") if isinstance(skeleton, dict) else skeleton
+    return found if isinstance(found, list) else []
+
+
 def _short(skeleton: Any) -> str:
+    if _is_tensor(skeleton):
+        return brief(counter_of(skeleton)[0])
+    if isinstance(skeleton, dict) and "c" in skeleton:
+        return str(put_together(skeleton, refuse_leaf))
     return str(skeleton)[:40]
 
 

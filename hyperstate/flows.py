@@ -12,10 +12,10 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from .agree import Call
-from .backend import Backend, choose
+from .backend import Backend, choose, choose_for_call
 from .collect import Held, add_optimizer, hold_model
 from .describe import Values, rebuild
-from .errors import Fault, InvalidStateDictError, OptionError, fault_of
+from .errors import InvalidStateDictError, OptionError, fault_of
 from .flatten import flatten_optim_state_dict
 from .getters import Result, describe_held, full, sharded
 from .layout import Mesh
@@ -59,12 +59,23 @@ def collector_paused() -> Iterator[None]:
 
 @collector_paused()
 def get(
-    name: str, model: Any, optimizer: Any, submodules: Any, options: Any, ranks: Any, timeout: float | None
+    name: str,
+    model: Any,
+    optimizer: Any,
+    submodules: Any,
+    options: Any,
+    ranks: Any,
+    timeout: float | None,
+    dialect: str = "hyperstate",
 ) -> tuple[StateDict, StateDict]:
-    backend = choose(first_of(model), first_of(optimizer))
-    faults = Faults(backend)
+    """One getter call, whatever it gets. `dialect` is that of `flatten_optim_state_dict`."""
+    backend, refusal = choose_for_call(first_of(model), first_of(optimizer))
+    faults = Faults(backend, refusal)
     opts = faults.guard(lambda: read_options(options)) or lenient(options)
-    held = faults.guard(lambda: hold_for_get(backend, model, optimizer, submodules, opts, name)) or Held(Values(), {})
+    held = Held(Values(), {})
+    if refusal is None:
+        wanted = submodules, opts, name, dialect
+        held = faults.guard(lambda: hold_for_get(backend, model, optimizer, *wanted)) or held
     if not opts.full_state_dict:
         faults.raise_here()
         values = sharded(backend, held, to_host=opts.cpu_offload, warn=lambda text: warnings.warn(text, stacklevel=5))
@@ -82,12 +93,21 @@ def get(
     if optimizer is None:
         return model_dict, {}
     optim_dict = _optim_dict(backend, held, values, answered, opts)
-    return model_dict, flatten_optim_state_dict(optim_dict) if opts.flatten_optimizer_state_dict else optim_dict
+    if opts.flatten_optimizer_state_dict:
+        optim_dict = flatten_optim_state_dict(optim_dict, dialect=dialect)
+    return model_dict, optim_dict
 
 
 def hold_for_get(
-    backend: Backend, model: Any, optimizer: Any, submodules: Any, opts: StateDictOptions, name: str
+    backend: Backend,
+    model: Any,
+    optimizer: Any,
+    submodules: Any,
+    opts: StateDictOptions,
+    name: str,
+    dialect: str = "hyperstate",
 ) -> Held:
+    """What a getter reads. Raises for what it can't give."""
     port = backend.model(model, names=opts.names)
     if name == "get_optim_state_dict":
         held = Held(Values(), {})
@@ -98,14 +118,14 @@ def hold_for_get(
         return held
     add_optimizer(backend, held, port, backend.optimizer(optimizer, names=opts.names), None)
     if opts.flatten_optimizer_state_dict:
-        _check_flat(held)
+        _check_flat(held, dialect)
     return held
 
 
-def _check_flat(held: Held) -> None:
+def _check_flat(held: Held, dialect: str) -> None:
     """Refuse before the verdict, on all ranks, what has no flat form."""
     groups = [{"params": fqns, **fields} for fqns, fields in held.groups]
-    flatten_optim_state_dict({**_nested(dict.fromkeys(held.live)), "param_groups": groups})
+    flatten_optim_state_dict({**_nested(dict.fromkeys(held.live)), "param_groups": groups}, dialect=dialect)
 
 
 def _strip(fqn: str, prefixes: Iterable[str]) -> str:
@@ -163,12 +183,12 @@ def put(
     name: str, model: Any, optimizer: Any, given: Given, options: Any, ranks: Any, timeout: float | None
 ) -> IncompatibleKeys:
     """One setter call, whatever it sets."""
-    backend = choose(first_of(model), first_of(optimizer))
-    faults = Faults(backend)
+    backend, refusal = choose_for_call(first_of(model), first_of(optimizer))
+    faults = Faults(backend, refusal)
     opts = faults.guard(lambda: read_options(options)) or lenient(options)
-    target = faults.guard(lambda: hold_for_set(backend, model, optimizer, given, opts.names)) or Target(
-        Held(Values(), {})
-    )
+    target = Target(Held(Values(), {}))
+    if refusal is None:
+        target = faults.guard(lambda: hold_for_set(backend, model, optimizer, given, opts.names)) or target
     source, described = Source(), Values()
     if not faults.found:
         source = faults.guard(lambda: _read(backend, given, target.held, opts)) or source
@@ -235,9 +255,10 @@ def _read(backend: Backend, given: Given, held: Held, opts: StateDictOptions) ->
 class Faults:
     """What went wrong on this rank before the ranks could agree."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.rank, self.found = backend.fabric.rank(), list[Fault]()
-        self._first: Exception | None = None
+    def __init__(self, backend: Backend, refusal: Exception | None = None) -> None:
+        self.rank = backend.fabric.rank()
+        self.found = [] if refusal is None else [fault_of(refusal, self.rank)]
+        self._first = refusal
 
     def guard(self, step: Callable[[], T]) -> T | None:
         """The result of `step`, or None after noting its failure."""

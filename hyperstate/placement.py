@@ -53,7 +53,9 @@ def parse_mesh(text: str) -> Mesh:
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
         if not equals or not name or not size.isdecimal() or int(size) < 1:
-            raise OptionError(f"mesh {text!r}: {part.strip()!r} is not of the form NAME=SIZE, as in fsdp=8 or dp=4,tp=2")
+            raise OptionError(
+                f"mesh {text!r}: {part.strip()!r} is not of the form NAME=SIZE, as in fsdp=8 or dp=4,tp=2"
+            )
         names.append(name)
         sizes.append(int(size))
     if len(set(names)) != len(names):
@@ -78,8 +80,8 @@ def check_names(mesh: Mesh, rules: Sequence[Rule]) -> None:
     for name in mesh.names or ():
         if name not in known:
             raise OptionError(
-                f"mesh dimension {name!r}: known are {', '.join([*SHARDING, *REPLICATING, *BY_RULE])}; say what another "
-                f"one shards with --rule {name}:GLOB=DIM"
+                f"mesh dimension {name!r} is unknown; known are {', '.join([*SHARDING, *REPLICATING, *BY_RULE])}. "
+                f"Say what another one shards with a rule, as in {name}:*.weight=0"
             )
 
 

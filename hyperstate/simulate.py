@@ -16,7 +16,7 @@ from .layout import Layout, Mesh, Shape
 from .placement import Rule, check_names, layout_of
 from .plan import Route, to_ranks
 from .schema import DTYPES
-from .traffic import Traffic, traffic_of
+from .traffic import traffic_of
 from .transfer import IN_FLIGHT, message_limit
 
 OPERATIONS = (
@@ -26,7 +26,11 @@ OPERATIONS = (
     "set, full everywhere",
     "redistribute",
 )
-OPTIMIZERS: dict[str, tuple[str, ...]] = {"none": (), "momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq")}
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "momentum": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+}
 """State tensors that each parameter gets. Counters travel with the descriptions."""
 BANDWIDTHS = (1.25e9, 12.5e9, 50e9)
 """Bytes per second and rank: 10, 100 and 400 Gbit/s."""
@@ -128,12 +132,15 @@ class _Planner:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.routes: dict[tuple[object, ...], Route] = {}
-        self.layouts = {
-            mesh: [self._shared(mesh, tensor) for tensor in job.tensors] for mesh in (job.source, job.target)
-        }
+        self.before = self._layouts(job.source)
+        self.after = self._layouts(job.target)
 
-    def _shared(self, mesh: Mesh, tensor: Tensor) -> Layout | None:
-        return layout_of(mesh, tensor.fqn, tensor.shape, self.job.rules) if tensor.sharded else None
+    def _layouts(self, mesh: Mesh) -> list[Layout | None]:
+        """Of each tensor; None for a plain one."""
+        return [
+            layout_of(mesh, tensor.fqn, tensor.shape, self.job.rules) if tensor.sharded else None
+            for tensor in self.job.tensors
+        ]
 
     # -- ours ------------------------------------------------------------------------------------------
 
@@ -177,9 +184,8 @@ class _Planner:
 
     def _routes(self, operation: str) -> Iterable[Route]:
         """One route per tensor that moves, as the getters and setters choose it."""
-        source, target = self.layouts[self.job.source], self.layouts[self.job.target]
         everyone = self._ranks(operation)
-        for tensor, before, after in zip(self.job.tensors, source, target, strict=True):
+        for tensor, before, after in zip(self.job.tensors, self.before, self.after, strict=True):
             if before is None or after is None:
                 # Each rank has its own already, and what has one element travels with the descriptions.
                 if operation == OPERATIONS[2] and prod(tensor.shape) != 1:
@@ -221,11 +227,10 @@ class _Planner:
         full = sum(tensor.nbytes for tensor in self.job.tensors)
         largest = max((tensor.nbytes for tensor in self.job.tensors), default=0)
         if operation in OPERATIONS[:2] or operation == OPERATIONS[4]:
-            mesh = self.job.source
-            each = sum(self._gathered(tensor, layout) for tensor, layout in self._on(mesh))
-            calls = sum(1 for _, layout in self._on(mesh) if layout is not None and _parts(layout) > 1)
+            gathered = [_gathered(*pair) for pair in zip(self.job.tensors, self.before, strict=True)]
+            each, calls = sum(gathered), len([nbytes for nbytes in gathered if nbytes])
             peaks = (full + largest, largest) if operation == OPERATIONS[0] else (full, full)
-            total = each * len(mesh.ranks)
+            total = each * len(self.job.source.ranks)
             return self._theirs(operation, ranks, total, (each, each), (each, each), calls, peaks)
         calls = len(self.job.tensors)
         if operation == OPERATIONS[2]:
@@ -235,20 +240,13 @@ class _Planner:
         total, sent, received = self._scattered()
         return self._theirs(operation, ranks, total, (sent, sent), (0, received), calls, (largest, largest))
 
-    def _on(self, mesh: Mesh) -> Iterable[tuple[Tensor, Layout | None]]:
-        return zip(self.job.tensors, self.layouts[mesh], strict=True)
-
-    def _gathered(self, tensor: Tensor, layout: Layout | None) -> int:
-        """Bytes that an all-gather brings to each rank."""
-        return 0 if layout is None else tensor.nbytes - tensor.nbytes // _parts(layout)
-
     def _scattered(self) -> tuple[int, int, int]:
         """Total, root's sent and most received bytes of ``distribute_tensor``, which starts from the mesh's rank 0.
 
         Over replicas it broadcasts the whole tensor first, then each group scatters.
         """
         total = sent = received = 0
-        for tensor, layout in self._on(self.job.target):
+        for tensor, layout in zip(self.job.tensors, self.after, strict=True):
             if layout is None:
                 continue
             parts = _parts(layout)
@@ -278,3 +276,8 @@ class _Planner:
 def _parts(layout: Layout) -> int:
     """Into how many shards a layout cuts."""
     return prod(layout.mesh.shape[d] for d in layout.used)
+
+
+def _gathered(tensor: Tensor, layout: Layout | None) -> int:
+    """Bytes that an all-gather brings to each rank."""
+    return 0 if layout is None else tensor.nbytes - tensor.nbytes // _parts(layout)

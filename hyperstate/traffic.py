@@ -11,7 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
+from math import gcd
 from typing import NamedTuple
 
 from .layout import Box, Layout, Shape, chunk, intersect
@@ -128,9 +129,7 @@ class _Stage:
 
     def _pack(self, shapes: Shapes) -> _Packed:
         boxes = [None if shape is None else Box((0,) * len(shape), shape) for shape in shapes]
-        pieces = [
-            Piece(number, box, 0) for number, i in enumerate(self.order) if (box := boxes[i]) is not None
-        ]
+        pieces = [Piece(number, box, 0) for number, i in enumerate(self.order) if (box := boxes[i]) is not None]
         nbytes = buffers = rounds = 0
         for message in _messages(pieces, self.moves, self.limit):
             rounds += 1
@@ -218,7 +217,7 @@ class _Stage:
         targets: _Targets,
     ) -> None:
         members = targets.members[p]
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             if start == sender:
                 continue  # what it needs itself does not travel
             a, b = bisect_left(members, start), bisect_left(members, stop)
@@ -293,17 +292,11 @@ def _scattered(ranks: Sequence[int]) -> Iterator[int]:
     """All of `ranks`, first and last early, the others so that any beginning is spread over the whole."""
     count = len(ranks)
     step = max(1, int(count * 0.618))
-    while _gcd(step, count) != 1:
+    while gcd(step, count) != 1:
         step += 1
     seen = {0, count - 1}
     yield from [ranks[n] for n in sorted(seen)]
     yield from (ranks[n] for k in range(count) if (n := k * step % count) not in seen)
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 class _Holders:
@@ -320,8 +313,8 @@ class _Holders:
         for group in groups.values():
             group.sort()
             # A tie goes to the lower rank (`plan._choose`).
-            ends = [0, *((a + b) // 2 + 1 for a, b in zip(group, group[1:], strict=False)), 1 << 62]
-            self._spans.update(zip(group, zip(ends, ends[1:], strict=False), strict=True))
+            ends = [0, *((a + b) // 2 + 1 for a, b in pairwise(group)), 1 << 62]
+            self._spans.update(zip(group, pairwise(ends), strict=True))
 
     def span(self, rank: int) -> tuple[int, int]:
         """The half-open range of ranks that `rank` serves."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..flows import collector_paused
 from . import background
 from .background import Handle
+from .converting import FILE_BYTES, Names, convert_at
 from .loading import Load, Loaded, load_into
 from .saving import Wish, prepare
 from .verifying import Report, verify_at
@@ -42,7 +44,8 @@ def save(
     Raises the same error on all ranks; then nothing was changed. `CheckpointError`: a file can't be written.
     Others as ``get_state_dict`` raises them.
     """
-    prepare(model, optimizer, Wish(path, extra, keep, options, ranks, timeout), background.settle_last).write()
+    with collector_paused():
+        prepare(model, optimizer, Wish(path, extra, keep, options, ranks, timeout), background.settle_last).write()
 
 
 def async_save(
@@ -100,4 +103,23 @@ def verify(path: Any) -> Report:
     return verify_at(path)
 
 
-__all__ = ["Handle", "Loaded", "Report", "async_save", "load", "save", "verify"]
+def convert(
+    source: Any,
+    target: Any,
+    *,
+    to: str = "own",
+    names: Names = None,
+    section: str = "model",
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a checkpoint again in another format, in one process, a block of it in memory at a time.
+
+    `source`: a folder of this library or of PyTorch's DCP, a safetensors file, or a folder of them (Hugging Face's, or
+    sharded by DCP). `to`: "own"; "safetensors" (one `section` of it, in a file if `target` ends in ``.safetensors``,
+    else in a folder, with an index if it is more than `file_bytes`); "dcp". `names` maps old FQNs to new ones.
+    Raises `CheckpointError`.
+    """
+    convert_at(source, target, to, names, section, file_bytes)
+
+
+__all__ = ["Handle", "Loaded", "Report", "async_save", "convert", "load", "save", "verify"]

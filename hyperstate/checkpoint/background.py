@@ -103,7 +103,7 @@ def _stage(tensors: Tensors, mine: _Rank, pieces: list[tuple[Piece, Source]]) ->
         spec = tensors.spec(source)
         assert isinstance(spec, TensorSpec)
         kind = (spec.dtype, spec.shape)
-        room = free[kind].pop() if free.get(kind) else tensors.empty(spec.shape, spec.dtype, None)
+        room = free[kind].pop() if free.get(kind) else tensors.staging(spec.shape, spec.dtype)
         mine.staging.setdefault(kind, []).append(room)
         pairs.append((room, source))
         staged.append((piece, room))

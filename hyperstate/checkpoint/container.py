@@ -65,12 +65,13 @@ def stored_form(dtype: str, shape: Shape) -> tuple[str, Shape]:
 
 
 def lay_out(
-    tensors: Sequence[tuple[str, str, Shape, Shape]], metadata: Mapping[str, str]
+    tensors: Sequence[tuple[str, str, Shape, Shape]], metadata: Mapping[str, str], *, sharded: bool = True
 ) -> tuple[bytes, dict[str, int]]:
     """The first bytes of a file, and where each tensor starts in it.
 
     `tensors` are (name, neutral dtype, shape, offsets of the shard in the full tensor). They stand in order
-    of falling element size, so that each is aligned to its own elements.
+    of falling element size, so that each is aligned to its own elements. Not `sharded`: the header is an
+    ordinary one, and the offsets are not told.
     """
     order = sorted(tensors, key=lambda tensor: (-DTYPES[tensor[1]][0], tensor[0]))
     header: dict[str, Any] = {}
@@ -84,7 +85,9 @@ def lay_out(
         sharding[name] = {OFFSETS: [*offsets, *[0] * (len(stored) - len(shape))]}
         starts[name] = position
         position += size
-    known = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt", **metadata}
+    known = {"format": "pt", **metadata}
+    if sharded:
+        known = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", **known}
     text = json.dumps({"__metadata__": known, **header}, separators=(",", ":")).encode()
     if len(text) > MAX_HEADER - ALIGNMENT:
         raise CheckpointError(f"a file of {len(tensors)} tensors would need a header of {len(text)} bytes")

@@ -12,7 +12,18 @@ from ..backend import Backend, Local, Tensors, choose
 from ..collect import Held
 from ..describe import Values, show
 from ..errors import AmbiguousLayoutError, Fault, IncompatibleStateError, raise_faults
-from ..flows import Faults, Given, first_of, hold_for_set, lenient, meshes_in_use, open_call, put, turn
+from ..flows import (
+    Faults,
+    Given,
+    collector_paused,
+    first_of,
+    hold_for_set,
+    lenient,
+    meshes_in_use,
+    open_call,
+    put,
+    turn,
+)
 from ..layout import Box, intersect, whole
 from ..merge import brief
 from ..options import StateDictOptions, read_options
@@ -52,6 +63,7 @@ class Load:
     state_form: str | None = None
 
 
+@collector_paused()
 def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     """See `hyperstate.checkpoint.load`."""
     backend = choose(first_of(model), first_of(optimizer))

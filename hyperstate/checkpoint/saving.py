@@ -6,7 +6,7 @@ caller's own calls: it meets the other ranks on the control channel alone, under
 
 from __future__ import annotations
 
-import uuid
+import os
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
@@ -215,7 +215,7 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
         parts = faults.guard(lambda: describe_held(call, held, root_only=True)) or {}
         order = None
         if call.me == call.leader and store is not None:
-            order = faults.guard(lambda: folder.look(store, uuid.uuid4().hex))
+            order = faults.guard(lambda: folder.look(store, os.urandom(16).hex()))
         names = {alias: fqn for alias, fqn in sorted(held.names.items()) if alias != fqn}
         parts |= {"names": names, "extra": extra, "order": order, "place": [str(wish.path), wish.keep]}
         classes = call.describe(faults.found, parts)

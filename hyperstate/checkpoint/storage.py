@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -140,8 +139,12 @@ class Local:
         self.remove(temporary)
         with self.writer(temporary) as file:
             file.write(data)
-        with _telling(str(self._root / name), "write"):
-            (self._root / temporary).replace(self._root / name)
+        self.replace(temporary, name)
+
+    def replace(self, old: str, new: str) -> None:
+        """Give a file another's name, in one step."""
+        with _telling(str(self._root / new), "write"):
+            (self._root / old).replace(self._root / new)
         self.settle()
 
     def read(self, name: str) -> bytes | None:
@@ -169,6 +172,8 @@ class Local:
             (self._root / old).rename(self._root / new)
 
     def remove(self, name: str) -> None:
+        import shutil  # slow to import, and a load needs it not
+
         path = self._root / name
         with _telling(str(path), "remove"), suppress(FileNotFoundError):
             if path.is_dir() and not path.is_symlink():

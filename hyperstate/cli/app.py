@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from .demo import Choice, RefusedError, run
+from .plan import plan
 from .show import as_json, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,6 +33,9 @@ def hyperstate(
     ] = False,
 ) -> None:
     """The state of sharded training: get it, set it, move it between meshes."""
+
+
+app.command()(plan)
 
 
 @app.command()

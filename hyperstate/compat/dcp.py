@@ -10,15 +10,13 @@ docs/differences.md. Nothing here imports torch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from .. import api
-from ..errors import HyperstateError
-from ..flatten import flatten_optim_state_dict
-from ..options import read_options
+from ..flows import get
 
 __all__ = [
     "FQNS_T",
@@ -81,23 +79,14 @@ def get_optimizer_state_dict(
 ) -> OptimizerStateType:
     """`hyperstate.get_optim_state_dict`. As in PyTorch, `submodules` leaves nothing of an optimizer out."""
     _chosen(submodules)
-    return _flattened(options, partial(api.get_optim_state_dict, model, _one_or_list(optimizers)))
+    return get("get_optim_state_dict", model, _one_or_list(optimizers), None, options, None, None, "torch")[1]
 
 
 def get_state_dict(
     model: Any, optimizers: Any, *, submodules: set[Any] | None = None, options: Any = None
 ) -> tuple[dict[str, ValueType], OptimizerStateType]:
     """`hyperstate.get_state_dict`: the model's and the optimizer's dict."""
-    model_dicts: list[dict[str, Any]] = []
-    chosen = _chosen(submodules)
-
-    def both(*, options: Any) -> dict[str, Any]:
-        model_dict, optim_dict = api.get_state_dict(model, _one_or_list(optimizers), submodules=chosen, options=options)
-        model_dicts.append(model_dict)
-        return optim_dict
-
-    optim_dict = _flattened(options, both)
-    return model_dicts[0], optim_dict
+    return get("get_state_dict", model, _one_or_list(optimizers), _chosen(submodules), options, None, None, "torch")
 
 
 def set_model_state_dict(model: Any, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> _IncompatibleKeys:
@@ -156,16 +145,6 @@ def _chosen(submodules: Iterable[Any] | None) -> Iterable[Any] | None:
 
 def _deprecated(text: str) -> None:
     warnings.warn(text, FutureWarning, stacklevel=4)
-
-
-def _flattened(options: Any, getter: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """The optimizer dict, flat under PyTorch's prefix if that was asked for."""
-    try:
-        wanted = read_options(options)
-    except HyperstateError:
-        return getter(options=options)  # which raises it on all ranks
-    nested = getter(options=replace(wanted, flatten_optimizer_state_dict=False))
-    return flatten_optim_state_dict(nested, dialect="torch") if wanted.flatten_optimizer_state_dict else nested
 
 
 def _by_fqn(model: Any, state_dict: Mapping[Any, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = ("errors.md", "optimizer-state.md", "templates.md")
+SNIPPETS = ("checkpoints.md", "errors.md", "optimizer-state.md", "templates.md")
 LIMIT_S = 120.0
 
 

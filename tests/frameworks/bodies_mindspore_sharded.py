@@ -332,7 +332,7 @@ def loads_into_shards_without_values(kit: Any) -> None:
     source = nn.SequentialCell(nn.Dense(5, 7), nn.Dense(7, 3))
     for n, parameter in enumerate(source.get_parameters()):
         parameter.set_data(ms.Tensor(100 * n + counting(*parameter.shape).astype(np.float32)))
-    state = hs.get_model_state_dict(source, options=ROOT) if kit.rank == 0 else {}
+    state = hs.get_model_state_dict(source, options=FULL) if kit.rank == 0 else {}  # plain: the caller alone
     hs.set_model_state_dict(lazy, state, options=BROADCAST)
     assert not any(p.has_init for p in lazy.get_parameters())
     found = values_of(lazy)

@@ -9,12 +9,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
 from torch_nets import Net, assert_same, cloned, frozen_copy, fsdp, mesh_of, snapshot, train, without_groups
 
 import hyperstate.compat.dcp as ours
+from hyperstate.errors import UnsupportedConfigurationError
 
 
 def build(seed: int, lr: float = 0.01) -> tuple[Any, torch.optim.Adam]:
@@ -75,3 +77,17 @@ def through_files(kit: Any, folder: str) -> None:
         train(*one, 1, first=2)
     assert_same(without_groups(snapshot(model, optimizer)), without_groups(snapshot(target, fresh)))
     assert optimizer.param_groups[0]["lr"] == fresh.param_groups[0]["lr"]
+
+
+def dotted(kit: Any) -> None:
+    """A state key with a dot has no flat form that PyTorch reads: refused on all ranks, also where one gets it."""
+    model, optimizer = build(0)
+    optimizer.state[model.first.weight]["a.b"] = 1
+    for more in ({}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}):
+        options = theirs.StateDictOptions(flatten_optimizer_state_dict=True, **more)
+        for getter in (
+            lambda options=options: ours.get_optimizer_state_dict(model, optimizer, options=options),
+            lambda options=options: ours.get_state_dict(model, optimizer, options=options),
+        ):
+            with pytest.raises(UnsupportedConfigurationError, match=r"'a\.b' of 'first\.weight'.* dot in its key"):
+                getter()

@@ -205,3 +205,7 @@ def test_sharded_dicts_cross_over(pool2: Pool, form: str) -> None:
 
 def test_a_checkpoint_of_pytorchs_library_goes_in_and_out(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(BODIES, "through_files", folder=str(tmp_path))
+
+
+def test_a_dotted_state_key_is_refused_on_all_ranks(pool2: Pool) -> None:
+    pool2.run(BODIES, "dotted")

@@ -258,8 +258,12 @@ OPTIMIZERS: dict[str, tuple[Make, Make]] = {
         lambda p: optim.SGD(p, lr=0.5, momentum=0.5),
     ),
     "SGD (Momentum)": (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: ms.nn.Momentum(p, 0.5, 0.5),  # with Nesterov's momentum its kernel on CPU leaves that out
+    ),
+    "SGD nesterov": (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        lambda p: ms.nn.Momentum(p, 0.5, 0.5, use_nesterov=True),
+        lambda p: ms.nn.SGD(p, learning_rate=0.5, momentum=0.5, nesterov=True),
     ),
     "SGD without momentum": (
         lambda p: torch.optim.SGD(p, lr=0.1),
@@ -273,7 +277,7 @@ OPTIMIZERS: dict[str, tuple[Make, Make]] = {
     "RAdam": (lambda p: torch.optim.RAdam(p, lr=0.01), lambda p: optim.RAdam(p, lr=0.5)),
     "RMSprop": (
         lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-        lambda p: optim.RMSprop(p, lr=0.5, momentum=0.1, centered=True),
+        lambda p: optim.RMSprop(p, lr=0.02, momentum=0.1, centered=True),
     ),
     "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.01), lambda p: optim.Rprop(p, lr=0.5)),
 }

@@ -57,7 +57,7 @@ def test_using_every_public_name_imports_no_framework_and_no_command_line():
     found = imported("import hyperstate\nfor name in hyperstate.__all__:\n    getattr(hyperstate, name)")
     assert "hyperstate.setters" in found
     assert set() == {name.split(".")[0] for name in found} & (FRAMEWORKS | COMMAND_LINE)
-    assert len(found) < 150
+    assert len(found) < 200
 
 
 def test_pure_work_imports_no_framework():
@@ -123,6 +123,8 @@ def test_the_core_imports_the_standard_library_alone(path):
     allowed = {*sys.stdlib_module_names, "hyperstate"}
     if module_of(path).startswith("hyperstate.cli"):
         allowed |= COMMAND_LINE
+    if module_of(path) == "hyperstate.checkpoint.storage":
+        allowed.add("fsspec")  # an extra: imported where a URL is given, and nowhere else
     assert set() == outside_names(path) - allowed
 
 

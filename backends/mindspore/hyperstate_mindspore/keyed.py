@@ -35,6 +35,10 @@ class Keyed(Grouped):
     def _shown(param: Any, value: Any) -> Any:
         return layouts.trimmed(param, value) if isinstance(value, ms.Tensor) else value
 
+    def fresh_form(self) -> str:
+        """What the class says of itself: ``state_form = "sharded"``, or "local" as for any."""
+        return "" if getattr(type(self.optimizer), "state_form", "") == "sharded" else super().fresh_form()
+
     def fields(self, group: int) -> Fields:
         """Live fields of one group."""
         held = self.optimizer.param_groups[group]
@@ -90,7 +94,8 @@ class Keyed(Grouped):
                 if isinstance(old, ms.Tensor) and _size(value) == old.size:
                     pairs.append((old, like(old, value)))
                 else:
-                    group[name] = copied(value) if isinstance(old, ms.Tensor) else converted(old, value)
+                    kept = isinstance(old, (bool, int, float, tuple, list))
+                    group[name] = converted(old, value) if kept else copied(value)
 
     def write_shared(self, values: Mapping[Any, Any], pairs: Pairs) -> None:
         """Replace what belongs to no parameter."""

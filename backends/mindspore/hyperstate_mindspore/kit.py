@@ -81,14 +81,18 @@ class Perceptron(nn.Cell):  # type: ignore[misc]  # likewise
 class Own(Optimizer):  # type: ignore[misc]  # likewise
     """An optimizer of a user's own: updates every parameter that has a gradient, in NumPy."""
 
+    state_form = "sharded"
+    """What `hyperstate_mindspore.keyed` reads: moments are sharded tensors, as their parameters are."""
     more: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
+        given = [dict(group) for group in params] if isinstance(params[0], dict) else [{}]
         super().__init__(params, {"lr": lr, **self.more})
         self.shown: dict[int, Slots] = {}
-        for group, given in zip(self.param_groups, [lr] if not isinstance(params[0], dict) else params, strict=True):
-            group["lr"] = given.get("lr", lr) if isinstance(given, dict) else lr
-            group.pop("weight_decay", None)
+        for group, fields in zip(self.param_groups, given, strict=True):  # the base class changes and adds some
+            members = group["params"]
+            group.clear()
+            group.update({"lr": lr, **self.more} | fields | {"params": members})
 
     def construct(self, gradients: Mapping[Any, Floats]) -> None:
         for group in self.param_groups:
@@ -97,9 +101,19 @@ class Own(Optimizer):  # type: ignore[misc]  # likewise
                     self.update(param, gradients[param], group)
 
     def update(self, param: Any, gradient: Floats, group: Any) -> None:
-        """Plain descent."""
-        weight = param.asnumpy()
+        """Plain descent. `gradient` has the shape of this rank's part."""
+        weight = array_of(layouts.local_of(param))
         weight[...] -= (float(group["lr"]) * gradient).astype(weight.dtype)
+
+    def moment(self, param: Any, key: str, like: Floats) -> Floats:
+        """This rank's part of the state under `key`, sharing its memory; zeros at first."""
+        slots = self.state[param]
+        if key not in slots:
+            part = ms.Tensor(np.zeros_like(like))
+            noted = layouts.recorded(param) if self.state_form == "sharded" else None
+            slots[key] = part if noted is None else DTensor(part, noted.device_mesh, noted.placements, noted.shape)
+        value = slots[key]
+        return array_of(layouts.local_of(value) if layouts.is_dtensor(value) else layouts.trimmed(param, value))
 
 
 class Custom(Own):
@@ -116,16 +130,13 @@ class Momentum(Own):
     more: ClassVar[Mapping[str, Any]] = {"momentum": 0.9}
 
     def update(self, param: Any, gradient: Floats, group: Any) -> None:
-        slots = self.state[param]
-        if "momentum_buffer" not in slots:
-            slots["momentum_buffer"] = ms.Tensor(np.zeros_like(gradient))
-        held = slots["momentum_buffer"].asnumpy()
+        held = self.moment(param, "momentum_buffer", gradient)
         held[...] = group["momentum"] * held + gradient
         super().update(param, held, group)
 
 
 class Adam(Own):
-    """Adam with ``exp_avg`` and ``exp_avg_sq`` of the local shard's shape, and a 0-d tensor ``step``."""
+    """Adam with ``exp_avg`` and ``exp_avg_sq`` of the parameter's shape, and a 0-d tensor ``step``."""
 
     more: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.999), "eps": 1e-8}
     names = ("exp_avg", "exp_avg_sq")
@@ -133,16 +144,13 @@ class Adam(Own):
     def update(self, param: Any, gradient: Floats, group: Any) -> None:
         slots = self.state[param]
         gradient = gradient.astype(np.float32)
-        if not slots:
-            slots["step"] = self.counter(0)
-            slots |= {name: ms.Tensor(np.zeros_like(gradient)) for name in self.names}
-        slots["step"] = self.counter(int(slots["step"]) + 1)
-        step = int(slots["step"])
-        first, second = (slots[name].asnumpy() for name in self.names)
-        (a, b), eps = group["betas"], 1e-8
+        step = int(slots["step"]) + 1 if slots else 1
+        slots["step"] = self.counter(step)
+        first, second = (self.moment(param, name, gradient) for name in self.names)
+        a, b = group["betas"]
         first[...] = a * first + (1 - a) * gradient
         second[...] = b * second + (1 - b) * gradient * gradient
-        change = (first / (1 - a**step)) / (np.sqrt(second / (1 - b**step)) + eps)
+        change = (first / (1 - a**step)) / (np.sqrt(second / (1 - b**step)) + 1e-8)
         super().update(param, change, group)
 
     @staticmethod
@@ -152,8 +160,9 @@ class Adam(Own):
 
 
 class LocalAdam(Adam):
-    """Adam whose moments are called ``m`` and ``v``; ``step`` is an int."""
+    """Adam whose moments ``m`` and ``v`` are plain tensors of the local shard's shape; ``step`` is an int."""
 
+    state_form = "local"
     more: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.999)}
     names = ("m", "v")
 
@@ -283,7 +292,8 @@ class Kit:
         for step in range(first, first + steps):
             batch = np.random.default_rng(1000 + step).standard_normal((ROWS, model.width), np.float32)
             _, gradients = compute(ms.Tensor(batch))
-            optimizer.construct({param: one.asnumpy() for param, one in zip(weights, gradients, strict=True)})
+            parts = {param: layouts.trimmed(param, one) for param, one in zip(weights, gradients, strict=True)}
+            optimizer.construct({param: part.asnumpy() for param, part in parts.items()})
 
     def fake_step(self, model: Any, optimizer: Any, seed: int = 0) -> None:
         gradients = {}
@@ -348,13 +358,9 @@ def _parameter(value: Any, name: str) -> Any:
 
 
 def _part(full: Floats, param: Any) -> Floats:
-    """This rank's part of a gradient, in the shape in which the parameter is kept."""
-    noted = layouts.recorded(param)
-    if noted is None:
+    """This rank's part of a gradient."""
+    if layouts.recorded(param) is None:
         return full
-    box = layouts.layout_of(param).box(noted.shape, job.rank())
+    box = layouts.layout_of(param).box(layouts.shape_of(param), job.rank())
     assert box is not None
-    found: Floats = np.zeros(noted.kept_shape, full.dtype)
-    if box.size:
-        found[...] = full[tuple(map(slice, box.start, box.stop))]
-    return found
+    return full[tuple(map(slice, box.start, box.stop))]

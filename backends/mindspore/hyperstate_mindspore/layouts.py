@@ -225,10 +225,12 @@ def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
 def _wrap_foreign(local: Any, spec: TensorSpec, like: Any, same: bool) -> Any:
     assert spec.layout is not None
     placements = tuple(like.placements) if same else _foreign_placements(spec.layout, like)
-    made = type(like).from_local(local, like.device_mesh, placements)
+    # A Parameter made from a sharded tensor has a class derived from both.
+    bases = [kind for kind in type(like).__mro__ if hasattr(kind, "from_local") and not issubclass(kind, ms.Parameter)]
+    made = bases[0].from_local(local, like.device_mesh, placements)
     if tuple(made.shape) != spec.shape:
         raise UnsupportedConfigurationError(
-            f"{type(like).__module__}.{type(like).__qualname__} splits evenly only: a shard of shape "
+            f"{bases[0].__module__}.{bases[0].__qualname__} splits evenly only: a shard of shape "
             f"{tuple(local.shape)} would stand for {tuple(made.shape)} instead of {spec.shape}"
         )
     return made

@@ -70,6 +70,11 @@ class Legacy(Part):
         held = optimizer.weight_decay[members[0]] if optimizer.is_group else optimizer.weight_decay
         return None if isinstance(held, nn.Cell) else InDecay(optimizer, members)
 
+    def rate(self, group: int) -> Any:
+        """The learning rate of a group's next step, by whatever decides it."""
+        rates = self.optimizer.get_lr()
+        return rates[self.groups[group][0]] if self.optimizer.is_group_lr else rates
+
     def _rate(self, position: int) -> Any:
         rates = self.optimizer.learning_rate
         return rates[position] if self.optimizer.is_group_lr else rates
@@ -92,7 +97,7 @@ class Legacy(Part):
             value = None if name in NOT_FIELDS else getattr(optimizer, name, None)
             if isinstance(value, ms.Tensor):
                 found[name] = InTensor(value, shown=isinstance(value, ms.Parameter))
-            elif isinstance(value, (bool, int, float)):
+            elif _are_numbers(value):
                 fixed = isinstance(value, bool) or (self.known is not None and name in self.known.fixed)
                 found[name] = InAttribute(optimizer, name, fixed)
         return found
@@ -147,6 +152,8 @@ class Legacy(Part):
         return set_decay_flags(optimizer, flags, bool(decay))
 
     def _keep_extra(self, group: int, name: str, value: Any) -> None:
+        if name == "lr":
+            return  # a table or a schedule decides
         kept = vars(self.optimizer).setdefault(EXTRA, {})
         for position in self.groups[group]:
             kept.setdefault(position, {})[name] = copied(value)
@@ -193,6 +200,11 @@ def set_decay_flags(optimizer: Any, flags: Sequence[bool], used: bool) -> bool:
     vars(optimizer).setdefault(FIRST_FLAGS, optimizer.decay_flags)
     optimizer.decay_flags, optimizer.exec_weight_decay = tuple(flags), used
     return bool(old != (optimizer.decay_flags, optimizer.exec_weight_decay))
+
+
+def _are_numbers(value: Any) -> bool:
+    items = value if isinstance(value, tuple) and value else (value,)
+    return all(isinstance(item, (bool, int, float)) for item in items)
 
 
 def constant_rate(rate: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from hyperstate.schema import TensorSpec
 
 from .fields import Pairs, number_of
+from .legacy import Legacy
 from .names import OptimizerNames, optimizer_names
 from .parts import Fields, Part, write
 from .rules import REPLICATED
@@ -29,7 +30,7 @@ class NeutralPart:
         table = optimizer_names(type(part.optimizer))
         self.names = table or OptimizerNames()
         self._group_of = {position: n for n, members in enumerate(part.groups) for position in members}
-        self._fields = [self._to_neutral(part.fields(n)) for n in range(len(part.groups))]
+        self._fields = [self._to_neutral(n, part.fields(n)) for n in range(len(part.groups))]
         self._given_shared: frozenset[Any] = frozenset()
         self._own_keys = {neutral: own for own, neutral in self.names.state.items()}
         foreign = list(part.slots) if table is None else [key for key in part.slots if key in self.names.foreign]
@@ -63,7 +64,7 @@ class NeutralPart:
         """Whether the next step reads the momentum buffer, rather than starting a new one."""
         begun = self.names.begun
         if begun in self.part.slots:
-            return not self.part.slots[begun][position].asnumpy().any()
+            return not self.part.slots[begun][position].asnumpy().flat[0]
         return not begun or int(self.part.counters[begun].asnumpy().max()) > 0
 
     def _step(self, position: int) -> float:
@@ -79,7 +80,9 @@ class NeutralPart:
         """Fields of one group, as plain numbers."""
         return dict(self._fields[group])
 
-    def _to_neutral(self, own: Fields) -> Fields:
+    def _to_neutral(self, group: int, own: Fields) -> Fields:
+        if isinstance(self.part, Legacy):
+            own = {"lr": self.part.rate(group), **own}
         found = {self.names.fields.get(name, name): number_of(value) for name, value in own.items()}
         for name, items in self.names.tuples.items():
             if all(item in found for item in items):
@@ -203,12 +206,13 @@ class NeutralPart:
 
 
 def beta_power(beta: float, steps: int) -> np.float32:
-    """`beta` times itself `steps` times, rounded to float32 after each, as MindSpore's Adam does it."""
-    power, factor = np.float32(1), np.float32(beta)
-    while steps > 0:
+    """`beta` times itself `steps` times, rounded to float32 after each, as MindSpore's Adam does it.
+
+    What is smaller than the smallest normal number, some of its kernels take for 0; training can't tell.
+    """
+    power, before, factor = np.float32(1), np.float32(-1), np.float32(beta)
+    while steps > 0 and power != before:
         count = min(steps, BLOCK)
-        products = np.multiply.accumulate(np.concatenate([[power], np.full(count, factor)]).astype(np.float32))
-        power, steps = products[-1], steps - count
-        if products[-2] == power:
-            break
+        factors = np.concatenate([[power], np.full(count, factor)]).astype(np.float32)
+        before, power, steps = power, np.multiply.accumulate(factors)[-1], steps - count
     return np.float32(power)

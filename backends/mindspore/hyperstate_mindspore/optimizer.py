@@ -150,9 +150,10 @@ class MindSporeOptimizer:
             found |= part.renamed(known) if isinstance(part, NeutralPart) else known
         return found
 
-    def fresh_form(self, _param: ParamId) -> str:
-        """State of a sharded parameter is a plain tensor like the shard: optimizers are built on local shards."""
-        return "local"
+    def fresh_form(self, param: ParamId) -> str:
+        """How the optimizer keeps new state of a sharded parameter."""
+        part = self._parts[self._slots[param].optimizer]
+        return (part.part if isinstance(part, NeutralPart) else part).fresh_form()
 
     def counter_place(self, param: ParamId) -> Any:
         """The parameter's device: there MindSpore keeps all that its optimizers need."""

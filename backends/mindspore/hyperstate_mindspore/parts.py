@@ -9,6 +9,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 
+from hyperstate.errors import IncompatibleStateError
 from hyperstate.schema import TensorSpec
 
 from . import layouts
@@ -35,6 +36,7 @@ class Part:
         own |= {id(spot.tensor) for spots in self.spots for spot in spots.values() if isinstance(spot, InTensor)}
         self.slots: dict[str, dict[int, Any]] = self._find_slots(own)
         """State key -> position -> the live Parameter."""
+        self._check_lengths()
         own |= {id(value) for slots in self.slots.values() for value in slots.values()}
         self.counters = dict(self._find_shared(own, rates))
         """What belongs to no parameter, by its place in the optimizer."""
@@ -58,6 +60,16 @@ class Part:
             if all(isinstance(item, ms.Parameter) for item in value) and len(ids) == len(value) and not ids & own:
                 found[name] = dict(enumerate(value))
         return found
+
+    def _check_lengths(self) -> None:
+        """Refuse an optimizer whose state was made before the last of its parameters was added."""
+        for key in self.known.like + self.known.whole if self.known is not None else ():
+            held = vars(self.optimizer).get(key)
+            if isinstance(held, (tuple, list)) and len(held) != len(self.params):
+                raise IncompatibleStateError(
+                    f"{type(self.optimizer).__qualname__} has {len(self.params)} parameters and {key!r} for "
+                    f"{len(held)}; build it with all its param groups"
+                )
 
     def _find_shared(self, own: set[Any], rates: set[int]) -> Iterator[tuple[str, Any]]:
         stand_ins = {id(value[0]): name for name, value in vars(self.optimizer).items() if _repeats(value)}
@@ -84,6 +96,10 @@ class Part:
     def shared(self) -> dict[str, Any]:
         """Live counters and tables."""
         return dict(self.counters)
+
+    def fresh_form(self) -> str:
+        """How new state of a sharded parameter is kept: as a plain tensor like the shard, on which optimizers run."""
+        return "local"
 
     def fresh(self) -> bool:
         """Whether no step has been taken; False if nothing counts them."""

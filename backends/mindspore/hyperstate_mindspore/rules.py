@@ -43,7 +43,9 @@ _ADAM = Known(("moment1", "moment2", "vhat"), only_if={"vhat": "use_amsgrad"})
 KNOWN: dict[tuple[str, str], Known] = {
     ("nn", "Adagrad"): Known(("accum",), fills={"accum": "accum"}),
     ("nn", "Adadelta"): Known(("accum", "accum_update")),
-    ("nn", "AdaFactor"): Known(("exp_avg",), other=("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")),
+    ("nn", "AdaFactor"): Known(
+        ("exp_avg",), other=("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"), only_if={"exp_avg": "beta1"}
+    ),
     ("nn", "Adam"): _ADAM,
     ("nn", "AdamOffload"): Known(("moment1", "moment2")),
     ("nn", "AdamWeightDecay"): Known(("moments1", "moments2")),

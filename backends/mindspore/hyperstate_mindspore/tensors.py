@@ -91,6 +91,10 @@ class MindSporeTensors:
             return tensor_over(np.empty(shape, stored(dtype)), dtype)
         return ms.mint.empty(shape, dtype=mindspore_dtype(dtype), device=place.split(":", maxsplit=1)[0])
 
+    def staging(self, shape: Shape, dtype: str) -> Any:
+        """A fresh tensor on the host that pieces of a device's tensor are copied into."""
+        return self.empty(shape, dtype, None)
+
     def zeros(self, shape: Shape, dtype: str, place: Place) -> Any:
         """A fresh plain tensor of zeros."""
         made = tensor_over(np.zeros(shape, stored(dtype)), dtype)
@@ -114,7 +118,7 @@ class MindSporeTensors:
 
     def same_memory(self, a: Any, b: Any) -> bool:
         """Whether two tensors of one storage are the same elements of it, read in the same way."""
-        ways = [(t.storage_offset(), tuple(t.shape), tuple(t.stride()), t.dtype) for t in (a, b)]
+        ways = [(t.data_ptr(), tuple(t.shape), tuple(t.stride()), t.dtype) for t in (a, b)]
         return ways[0] == ways[1]
 
     def same_storage_form(self, value: Any, spec: TensorSpec, place: Place) -> bool:
@@ -179,6 +183,10 @@ class MindSporeTensors:
             return None
         settle()
         return part.array.reshape(-1).view(np.uint8).data
+
+    def over(self, memory: memoryview, dtype: str, shape: Shape) -> Any:
+        """A tensor on the host over these bytes."""
+        return tensor_over(np.frombuffer(memory, stored(dtype)).reshape(shape), dtype)
 
     def windows(self, buffer: Buffer, parts: Sequence[tuple[int, Shape, str]]) -> list[Part]:
         """Typed regions over parts of `buffer`."""

@@ -90,6 +90,10 @@ class NumpyTensors:
         """A fresh tensor of zeros."""
         return arrays.zeros(shape, dtype, place or CPU)
 
+    def staging(self, shape: Shape, dtype: str) -> Tensor:
+        """Fresh memory on the host; nothing is faster here."""
+        return self.empty(shape, dtype, None)
+
     def wrap(self, local: Tensor, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local`, of the kind and on the mesh of `like`; `local` itself for a plain `spec`."""
         if spec.layout is None:
@@ -170,7 +174,7 @@ class NumpyTensors:
         """`local`'s own bytes; None if it is not contiguous or lives elsewhere than on the host."""
         if local.device != CPU or not local.array.flags.c_contiguous:
             return None
-        return memoryview(byte_view(local.array))
+        return byte_view(local.array).data
 
     def over(self, memory: memoryview, dtype: str, shape: Shape) -> Tensor:
         """A tensor on the host over these bytes."""

@@ -121,6 +121,10 @@ class TorchTensors:
         """A fresh plain tensor of zeros."""
         return self.empty(shape, dtype, place).zero_()
 
+    def staging(self, shape: Shape, dtype: str) -> torch.Tensor:
+        """A fresh tensor on the host, pinned where an accelerator runs."""
+        return torch.empty(shape, dtype=_torch_dtype(dtype), pin_memory=self._fabric.pins())
+
     def wrap(self, local: torch.Tensor, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local` on the mesh of `like`; `local` itself for a plain `spec`."""
         if torch.is_inference_mode_enabled():

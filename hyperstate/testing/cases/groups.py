@@ -125,6 +125,21 @@ def tensor_fields_keep_the_targets_form(kit: Kit) -> None:
     assert first["lr"] is mine and shown(kit, given) == shown(kit, mine)
 
 
+@case(1, 2, number=("complex", "long", "longer"))
+def a_number_that_a_tensor_field_can_not_hold_is_refused(kit: Kit, number: str) -> None:
+    """On all ranks and before anything is written, also where one of them alone passes it."""
+    model, optimizer = target(kit, groups=[(NAMES, {"lr": tensor(kit, 1.0)})])
+    before = live(kit, model, optimizer)
+    value = {"complex": 1 + 2j, "long": 2**70, "longer": -(2**3000)}[number]
+    for last_alone in (False, True):
+        lr = 0.5 if last_alone and kit.rank < kit.world - 1 else value
+        passed = {"state": {}, "param_groups": [group(NAMES, lr=lr)]}
+        errors = (hs.IncompatibleStateError, hs.DisagreementError)
+        text = refused(errors, hs.set_optim_state_dict, model, optimizer, passed)
+        assert "lr" in text
+        assert before == live(kit, model, optimizer)
+
+
 @case(2, flat=[False, True])
 def groups_come_from_the_root_alone(kit: Kit, flat: bool) -> None:
     """Fault 9 of the system before: param groups were never broadcast."""

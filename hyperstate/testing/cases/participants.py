@@ -324,3 +324,21 @@ def one_replica_passes_its_shards_and_the_other_receives(kit: Kit) -> None:
     given = {fqn: tensor(kit, grid(shape, 1000.0 * n), place) for n, (fqn, shape) in enumerate(SHAPES.items())}
     hs.set_model_state_dict(model, given if kit.rank < 2 else {}, ranks=range(4))
     assert live(kit, build(kit, "hsdp")) == live(kit, model)
+
+
+@case(2, setter=(False, True))
+@case(4, setter=(True,))
+def a_model_of_no_backend_is_refused_on_all_ranks_if_the_backend_is_named(kit: Kit, setter: bool) -> None:
+    """One rank passes an object that is no model. The backend is known by name, so the others hear of it."""
+    model = build(kit, "fsdp")
+    full = hs.get_model_state_dict(model, options=FULL)
+    before = live(kit, model)
+    passed = model if kit.rank != 1 else object()
+    with hs.use_backend(kit.name):
+        if setter:
+            text = refused(hs.BackendError, hs.set_model_state_dict, passed, full, options=FULL)
+        else:
+            text = refused(hs.BackendError, hs.get_model_state_dict, passed, options=FULL)
+        assert "rank 1" in text and "object" in text
+        assert before == live(kit, model)
+        hs.set_model_state_dict(model, full, options=FULL)

@@ -1,0 +1,86 @@
+"""The tensors that a command is to plan or draw for: from a checkpoint's metadata, or from a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import manifest
+from ..checkpoint.container import shape_of
+from ..checkpoint.folder import read_manifest
+from ..checkpoint.storage import open_store
+from ..metadata import SavedEntries, neutral
+from ..readers import read
+from ..schema import DTYPES
+from ..simulate import Tensor
+from .common import RefusedError
+
+_OPTIMIZER = ("optim.", "optimizer.", "state.", "param_group.", "param_groups.")
+_BUFFERS = ("running_mean", "running_var", "inv_freq")
+_EXAMPLE = '{"layers.0.weight": {"dtype": "bfloat16", "shape": [4096, 4096]}}'
+
+
+def read_schema(path: Path) -> list[Tensor]:
+    """The model's tensors at `path`, sorted by FQN. Raises `RefusedError`, `CheckpointError`.
+
+    Of a checkpoint only metadata and headers are read. Which tensors are buffers, and so plain, is taken from our own
+    checkpoints and JSON; elsewhere integers and the usual names of statistics are.
+    """
+    name = str(path)
+    if name.endswith(".json") and not name.endswith(".safetensors.index.json") and path.name != manifest.NAME:
+        found = _of_json(path)
+    elif "://" in name or (path / manifest.NAME).is_file():
+        found = _of_manifest(read_manifest(open_store(path)))
+    else:
+        found = _of_entries(read(path, 0, "model").entries)
+    if not found:
+        raise RefusedError(f"{path} holds no tensor of a model")
+    return sorted(found, key=lambda tensor: tensor.fqn)
+
+
+def _of_manifest(saved: manifest.Manifest) -> list[Tensor]:
+    """If nothing was sharded, the model was a plain one, and which tensors are parameters is not known."""
+    tensors = [tensor for tensor in saved.tensors if tensor.section == "model"]
+    told = any(tensor.sharded for tensor in tensors)
+    return [Tensor(t.name, t.dtype, t.shape, t.sharded if told else _is_parameter(t.name, t.dtype)) for t in tensors]
+
+
+def _of_entries(entries: SavedEntries) -> list[Tensor]:
+    found = []
+    for key, saved in entries.items():
+        if saved.dtype is not None and not key.startswith(_OPTIMIZER):
+            dtype = neutral(saved.dtype)
+            found.append(Tensor(key, dtype, saved.shape, _is_parameter(key, dtype)))
+    return found
+
+
+def _is_parameter(fqn: str, dtype: str) -> bool:
+    return DTYPES[dtype][1] in ("float", "complex") and fqn.rpartition(".")[2] not in _BUFFERS
+
+
+def _of_json(path: Path) -> list[Tensor]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RefusedError(f"{path}: a schema is an object by FQN, such as {_EXAMPLE}")
+    return [_tensor(path, fqn, entry) for fqn, entry in found.items()]
+
+
+def _tensor(path: Path, fqn: str, entry: Any) -> Tensor:
+    if not isinstance(entry, Mapping) or not {"dtype", "shape"} <= set(entry) <= {"dtype", "shape", "sharded"}:
+        raise RefusedError(f"{path}: {fqn!r} needs dtype and shape (and perhaps sharded), as in {_EXAMPLE}")
+    try:
+        dtype, shape = neutral(entry["dtype"]), shape_of(entry["shape"])
+    except (TypeError, ValueError) as error:
+        raise RefusedError(f"{path}: {fqn!r}: {error}") from None
+    if prod(shape) * DTYPES[dtype][0] >= 1 << 63:
+        raise RefusedError(f"{path}: {fqn!r} of shape {list(shape)} is too large")
+    sharded = entry.get("sharded", True)
+    if type(sharded) is not bool:
+        raise RefusedError(f"{path}: {fqn!r}: sharded is true or false, not {sharded!r}")
+    return Tensor(fqn, dtype, shape, sharded)
