@@ -115,12 +115,14 @@ class _Renamed:
 def write_own(origin: Origin, store: Store) -> None:
     """A checkpoint of one rank, as safe against crashes as `save` is."""
     contents = origin.contents
+    used = sorted({number for entry in contents.entries.values() for number in entry.tensors})
+    position = {number: i for i, number in enumerate(used)}
     order = folder.look(store, os.urandom(16).hex())
     folder.tidy(store, order)
     files: list[File] = []
     tensors: dict[int, Stored] = {}
     for section in SECTIONS:
-        mine = [number for number, stored in enumerate(contents.tensors) if stored.section == section]
+        mine = [number for number in used if contents.tensors[number].section == section]
         if mine:
             name = f"{section}/shard-00001-model-00001-of-00001.safetensors"
             size, chunks = _write_file(origin, store, order, name, mine, len(files))
@@ -132,8 +134,8 @@ def write_own(origin: Origin, store: Store) -> None:
         "hyperstate, converted",
         contents.naming,
         tuple(files),
-        tuple(tensors[number] for number in range(len(contents.tensors))),
-        contents.entries,
+        tuple(tensors[number] for number in used),
+        {key: replace(e, tensors=tuple(position[n] for n in e.tensors)) for key, e in contents.entries.items()},
         contents.groups,
         contents.tied,
         contents.extra,

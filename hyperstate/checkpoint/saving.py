@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 from ..agree import Call
 from ..backend import Backend, Local, Tensors, choose
@@ -34,6 +35,8 @@ from .manifest import PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, pars
 from .storage import Store, open_store
 
 CHANNEL = "save/"
+SMALL = 1 << 20
+"""Bytes: a smaller piece is summed at once; a thread would cost more."""
 Source = Local | bytes
 
 
@@ -100,20 +103,18 @@ class Job:
         first, starts = lay_out(described, {SAVE: self.order.id})
         ordered = sorted(pieces, key=lambda piece: starts[tensors[piece[0].number].name])
         rows, size = [], len(first)
-        with self.store.writer(self.order.stage + name) as file, ThreadPoolExecutor(1) as pool:
-            file.write(first)
-            sums: list[list[Future[int] | int]] = []
-            for piece, source in ordered:
-                data = host_bytes(self.call.backend.tensors, source)
-                parts = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
-                # A large piece is summed beside the writing of it.
-                sums.append([pool.submit(zlib.crc32, p) if len(p) > PIECE >> 6 else zlib.crc32(p) for p in parts])
-                file.write(data)
-                start = starts[tensors[piece.number].name]
-                rows.append([piece.number, list(piece.box.start), list(piece.box.stop), start])
-                size += len(data)
-            for row, found in zip(rows, sums, strict=True):
-                row.append([one if isinstance(one, int) else one.result() for one in found])
+        with _Sums() as sums:
+            with self.store.writer(self.order.stage + name) as file:
+                file.write(first)
+                for piece, source in ordered:
+                    data = host_bytes(self.call.backend.tensors, source)
+                    sums.add(data)
+                    file.write(data)
+                    start = starts[tensors[piece.number].name]
+                    rows.append([piece.number, list(piece.box.start), list(piece.box.stop), start])
+                    size += len(data)
+            for row, found in zip(rows, sums.found(), strict=True):
+                row.append(found)
         self.store.settle((self.order.stage + name).rpartition("/")[0])
         return size, rows
 
@@ -156,6 +157,37 @@ class Job:
                 folder.prune(self.store, self.keep)
         except HyperstateError as error:
             warnings.warn(f"older checkpoints could not be removed: {error}", stacklevel=3)
+
+
+class _Sums:
+    """Checksums of buffers, made on a thread beside the writing and the flushing of them."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._sums: list[list[int | Future[int]]] = []
+        self._pending: deque[Future[int]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def add(self, data: memoryview) -> None:
+        """Sum a buffer, which must stay as it is. Waits where many are still to be summed: each is kept until then."""
+        self._sums.append([self._sum(data[start : start + PIECE]) for start in range(0, len(data), PIECE)])
+        while len(self._pending) > 4:
+            self._pending.popleft().result()
+
+    def _sum(self, part: memoryview) -> int | Future[int]:
+        if len(part) < SMALL:
+            return zlib.crc32(part)
+        self._pending.append(self._pool.submit(zlib.crc32, part))
+        return self._pending[-1]
+
+    def found(self) -> list[list[int]]:
+        """By buffer, the checksums of its pieces."""
+        return [[one if isinstance(one, int) else one.result() for one in sums] for sums in self._sums]
 
 
 def host_bytes(tensors: Tensors, source: Source) -> memoryview:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -16,8 +17,10 @@ from ..errors import CheckpointError
 
 BUFFER = 1 << 20
 """Writes of fewer bytes are collected."""
+FLUSH = 64 << 20
+"""How many bytes are written before the medium is asked to take them."""
 MAX_CALL = 1 << 30
-"""The system reads and writes less than 2 GiB a call."""
+"""The system reads less than 2 GiB a call."""
 
 
 class Reader(Protocol):
@@ -127,10 +130,10 @@ class Local:
         try:
             with _telling(str(path), "write"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb", buffering=BUFFER) as file:
-                    yield _Whole(file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                with path.open("xb", buffering=BUFFER) as file, ThreadPoolExecutor(1) as disk:
+                    flushing = _Flushing(file, disk)
+                    yield flushing
+                    flushing.finish()
         except FileNotFoundError as error:
             raise CheckpointError(f"can't write {path}: its folder was removed") from error
 
@@ -196,16 +199,33 @@ class Local:
         return sorted(each.name for each in self._root.parent.iterdir() if each.is_dir())
 
 
-class _Whole:
-    """Writes buffers of any size: some systems take less than 2 GiB at a time."""
+class _Flushing:
+    """Writes buffers of any size (some systems take less than 2 GiB at a time), and flushes beside the writing."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], disk: ThreadPoolExecutor) -> None:
+        self._file, self._disk = file, disk
+        self._flushes: list[Future[None]] = []
+        self._since = 0
 
     def write(self, data: Any) -> None:
         view = memoryview(data)
-        for start in range(0, len(view), MAX_CALL):
-            self._file.write(view[start : start + MAX_CALL])
+        for start in range(0, len(view), FLUSH):
+            part = view[start : start + FLUSH]
+            self._file.write(part)
+            self._since += len(part)
+            if self._since >= FLUSH:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._flushes.append(self._disk.submit(os.fsync, self._file.fileno()))
+        self._since = 0
+
+    def finish(self) -> None:
+        """Return when all is on the medium. A system tells of a failed write once: any flush may be the one told."""
+        self._file.flush()
+        self._flush()
+        for flush in self._flushes:
+            flush.result()
 
 
 @contextmanager

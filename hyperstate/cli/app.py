@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from .demo import Choice, RefusedError, run
+from .doctor import doctor
 from .plan import plan
 from .show import as_json, show
 
@@ -35,6 +36,7 @@ def hyperstate(
     """The state of sharded training: get it, set it, move it between meshes."""
 
 
+app.command()(doctor)
 app.command()(plan)
 
 

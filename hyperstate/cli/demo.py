@@ -109,7 +109,9 @@ def run(choice: Choice) -> Outcome:
         with Pool(name, choice.ranks) as pool:
             reports = pool.run(script, "rank_main", timeout=choice.timeout, folder=folder, file=file)
     except RankFailure as failure:
-        raise RefusedError(str(failure) if choice.verbose else _short(failure)) from None
+        raise RefusedError(
+            str(failure) if choice.verbose else first_words(failure) + "; --verbose shows all that the ranks wrote"
+        ) from None
     return join(name, reports)
 
 
@@ -157,18 +159,18 @@ def _backend(wanted: str | None) -> tuple[str, Path]:
     return wanted, Path(found.origin)
 
 
-def _short(failure: RankFailure) -> str:
+def first_words(failure: RankFailure) -> str:
     """The first rank's own words, without the traceback."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     blocks = [i for i, line in enumerate(lines) if line.startswith("--- rank")]
     ends = [*blocks[1:], len(lines)]
     told = {lines[i].strip("- :"): _last_error(lines[i + 1 : end]) for i, end in zip(blocks, ends, strict=True)}
     if not told:
-        return f"the ranks failed: {lines[0] if lines else failure}; --verbose shows more"
+        return f"the ranks failed: {lines[0] if lines else failure}"
     rank, text = next(
         ((rank, text) for rank, text in told.items() if "no answer" not in text), next(iter(told.items()))
     )
-    return f"{rank} failed: {text}; --verbose shows all that the ranks wrote"
+    return f"{rank} failed: {text}"
 
 
 def _last_error(lines: Sequence[str]) -> str:

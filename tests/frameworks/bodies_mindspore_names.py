@@ -12,6 +12,7 @@ from mindspore import nn
 from mindspore_optimizers import batch, bits, net
 
 import hyperstate as hs
+from hyperstate.errors import IncompatibleStateError
 from hyperstate_mindspore import init_device_mesh, shard_module, value_and_grad
 
 NEUTRAL = hs.StateDictOptions(full_state_dict=True, names="neutral")
@@ -48,3 +49,15 @@ def the_neutral_form_of_a_sharded_cell_is_that_of_the_whole_one(kit: Any) -> Non
     own_step(2)
     expected, actual = (hs.get_state_dict(*one, options=NEUTRAL) for one in ((plain, optimizers), (cell, fresh)))
     assert bits(expected) == bits(actual)
+
+
+def an_optimizer_that_was_built_before_its_cell_was_sharded_is_refused(kit: Any) -> None:
+    cell = net(0)
+    optimizer = nn.Momentum(cell.trainable_params(), 0.1, 0.9)
+    shard_module(cell, init_device_mesh((kit.world,)))
+    try:
+        hs.get_optim_state_dict(cell, optimizer)
+    except IncompatibleStateError as error:
+        assert "build the optimizer after the model was sharded" in str(error)
+    else:
+        raise AssertionError("nothing was raised")

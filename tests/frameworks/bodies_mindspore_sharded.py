@@ -1,4 +1,4 @@
-"""Rank bodies: sharded tensors of MindSpore, cells that keep shards and are trained, HyperParallel's tensors."""
+"""Rank bodies: sharded tensors of MindSpore, cells that keep shards and are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mindspore as ms
-import mindspore_hyperparallel as hp
 import numpy as np
 from mindspore import nn
 from mindspore.experimental import optim
@@ -102,6 +101,8 @@ def full_tensors_have_every_bit(kit: Any, dtype: int) -> None:
         (table, [Shard(0), Shard(1)]),
         (table, [Shard(1), Shard(1)]),
         (table, [StridedShard(0, 2), Shard(0)]),
+        (DeviceMesh([[3, 1], [2, 0]]), [Shard(0), Shard(1)]),
+        (DeviceMesh([[0, 1], [2, 3]], ("a", "b"))["b"], [Shard(0)]),
     ]
     for shape in ((7, 5), (3, 3), (1, 9), (0, 4)):
         full = ms.Tensor(counting(*shape) % 5).astype(kind)
@@ -185,7 +186,10 @@ def values_of(net: Any) -> dict[str, Any]:
 
 
 def mesh_for(kit: Any, kind: str) -> Any:
-    return init_device_mesh((kit.world,)) if kind == "fsdp" else init_device_mesh((2, kit.world // 2))
+    if kind == "fsdp":
+        return init_device_mesh((kit.world,))
+    table = init_device_mesh((2, kit.world // 2), ("outer", "inner"))
+    return table if kind == "hsdp" else table["outer"]
 
 
 def sharded_training_is_the_plain_one(kit: Any, optimizer: str, mesh: str) -> None:
@@ -247,6 +251,18 @@ def plans_say_what_is_sharded_and_how(kit: Any) -> None:
     assert not any(layouts.is_sharded(p) for p in untouched.get_parameters())
 
 
+def tied_parameters_are_sharded_once(kit: Any) -> None:
+    net = nn.Cell()
+    net.encode, net.decode = nn.Dense(4, 6, has_bias=False), nn.Dense(4, 6, has_bias=False)
+    net.decode.weight = net.encode.weight
+    full = counting(6, 4).astype(np.float32)
+    net.encode.weight.set_data(ms.Tensor(full))
+    shard_module(net, init_device_mesh((2,)))
+    assert (3, 4) == tuple(net.decode.weight.shape) and net.decode.weight is net.encode.weight
+    found = hs.get_model_state_dict(net, options=FULL)
+    assert [full.tolist()] * 2 == [found[f"{name}.weight"].asnumpy().tolist() for name in ("encode", "decode")]
+
+
 def a_sharded_cell_can_not_be_called(kit: Any) -> None:
     net = shard_module(Net(0), init_device_mesh((2,)))
     assert "unsharded" in refused(hs.UnsupportedConfigurationError, net, data(0))
@@ -263,6 +279,15 @@ def views_of_parameters(kit: Any) -> None:
     assert (8, 5) == view.shape
     assert Net(0).wide.weight.asnumpy().tolist() == view.full_tensor().asnumpy().tolist()
     assert "not sharded" in refused(ValueError, dtensor_of, Net(0).scale)
+
+
+def a_lost_rank_is_named(kit: Any) -> str:
+    net = shard_module(Net(0), init_device_mesh((kit.world,)))
+    step = value_and_grad(loss_of(net), net)
+    step(data(0))
+    if kit.rank == kit.world - 1:
+        kit.die()
+    return refused(hs.TransferError, step, data(1))
 
 
 # -- hyperstate on them ------------------------------------------------------------------------------
@@ -339,38 +364,3 @@ def loads_into_shards_without_values(kit: Any) -> None:
     assert {k: p.asnumpy().tolist() for k, p in source.parameters_and_names()} == {
         k: v.tolist() for k, v in found.items()
     }
-
-
-# -- HyperParallel -----------------------------------------------------------------------------------
-
-
-def hyperparallel_tensors_are_known_by_structure(kit: Any, form: str) -> None:
-    mesh = hp.DeviceMesh("npu", np.arange(kit.world), ("dp",))
-    full = counting(8, 6).astype(np.float32)
-    cells = []
-    for factor in (1, 0):
-        part = hp.DTensor(ms.Tensor(np.split(factor * full, kit.world)[kit.rank]), mesh, (hp.Shard(0),))
-        cell = nn.Cell()
-        cell.insert_param_to_cell("w", ms.Parameter(part, name="w"))
-        cells.append(cell)
-    source, target = cells
-    assert isinstance(source.w, hp.DTensor) and isinstance(source.w, ms.Parameter)
-    get, put = FORMS[form]
-    state = hs.get_model_state_dict(source, options=get)
-    if form == "sharded":
-        assert isinstance(state["w"], hp.DTensor) and mesh is state["w"].device_mesh
-    elif state:
-        assert full.tolist() == state["w"].asnumpy().tolist()
-    hs.set_model_state_dict(target, state, options=put)
-    assert np.split(full, kit.world)[kit.rank].tolist() == target.w.to_local().asnumpy().tolist()
-
-
-def from_hyperparallel_to_our_own(kit: Any) -> None:
-    mesh = hp.DeviceMesh("npu", np.arange(kit.world), ("dp",))
-    full = counting(8, 6).astype(np.float32)
-    part = hp.DTensor(ms.Tensor(np.split(full, kit.world)[kit.rank]), mesh, (hp.Shard(0),))
-    target = nn.Cell()
-    target.insert_param_to_cell("w", ms.Parameter(ms.Tensor(0 * full), name="w"))
-    shard_module(target, init_device_mesh((kit.world,)), {"w": [Shard(1)]})
-    hs.set_model_state_dict(target, {"w": part})
-    assert full.tolist() == dtensor_of(target.w).full_tensor().asnumpy().tolist()

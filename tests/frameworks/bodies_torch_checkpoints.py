@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict as torch_dicts
 
 import hyperstate as hs
 from hyperstate.testing.kit import Kit
@@ -86,3 +87,26 @@ def saves_while_groups_are_busy(kit: Kit, folder: str) -> list[Any]:
         assert before == full(kit, *other)
         before = full(kit, model, optimizer)
     return sorted(each.name for each in Path(folder).iterdir())
+
+
+def saves_with_dcp(kit: Kit, folder: str) -> dict[str, Any]:
+    """PyTorch's own functions alone write the checkpoint; what it holds."""
+    model, optimizer = started(kit, kit.mesh((4,), ("inner",)), 0)
+    kit.train(model, optimizer, 2)
+    values, state = torch_dicts(model, optimizer)
+    dcp.save({"model": values, "optimizer": state, "step": 2}, checkpoint_id=folder)
+    return full(kit, model, optimizer)
+
+
+def saves_for_ever(kit: Kit, folder: str) -> None:
+    """Save again and again over one checkpoint, each time with another number in all values."""
+    mesh = kit.mesh((kit.world,), ("inner",))
+    model = kit.shard(kit.model(0, (65, 257, 63)), mesh)
+    number = 0
+    while True:
+        number += 1
+        with torch.no_grad():
+            for value in [*model.parameters(), *model.buffers()]:
+                value.fill_(number)
+        hs.save(folder, model, extra=number, timeout=3.0)
+        Path(f"{folder}.{kit.rank}").write_text(str(number))

@@ -1,4 +1,4 @@
-"""Param groups of MindSpore's optimizers: found again, restored field by field, or refused before anything is written."""
+"""Param groups of MindSpore optimizers: found again, restored field by field, or refused before anything is written."""
 
 from __future__ import annotations
 

@@ -249,6 +249,15 @@ def test_steps_are_derived_for_each_parameter_and_counters_follow_from_them() ->
     )
 
 
+def test_steps_that_float32_can_not_count_are_not_rounded() -> None:
+    cell, fresh = net(0), net(1)
+    optimizer, target = optim.AdamW(cell.trainable_params()), optim.AdamW(fresh.trainable_params())
+    optimizer.state_step.set_data(ms.Tensor(2**24 + 1, ms.int32))
+    state = hs.get_optim_state_dict(cell, optimizer, options=NEUTRAL)
+    hs.set_optim_state_dict(fresh, target, state, options=SET_NEUTRAL)
+    assert 2**24 + 1 == int(target.state_step)
+
+
 def test_powers_of_betas_that_do_not_follow_from_the_step_are_not_lost() -> None:
     cell = net(0)
     optimizer = nn.Adam(cell.trainable_params())
@@ -259,6 +268,18 @@ def test_powers_of_betas_that_do_not_follow_from_the_step_are_not_lost() -> None
     target = nn.Adam(cell.trainable_params())
     hs.set_optim_state_dict(cell, target, state, options=SET_NEUTRAL)
     assert bits([optimizer.beta1_power, optimizer.beta2_power]) == bits([target.beta1_power, target.beta2_power])
+
+
+def test_powers_too_small_to_matter_are_no_state_of_their_own() -> None:
+    """Some of MindSpore's kernels make 0 of them and some don't."""
+    cell = net(0)
+    optimizer = nn.Adam(cell.trainable_params())
+    train(cell, optimizer, 1)
+    optimizer.global_step.set_data(ms.Tensor([1_564_500], ms.int32))
+    for power in (0.0, 1e-40):
+        optimizer.beta1_power.set_data(ms.Tensor(power, ms.float32))
+        optimizer.beta2_power.set_data(ms.Tensor(power, ms.float32))
+        assert "global" not in hs.get_optim_state_dict(cell, optimizer, options=NEUTRAL)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
@@ -296,6 +317,21 @@ def test_a_table_of_learning_rates_shows_the_one_that_comes_next() -> None:
 
 def test_the_neutral_form_of_a_sharded_cell_is_that_of_the_whole_one(mindspore2: Pool) -> None:
     mindspore2.run(BODIES, "the_neutral_form_of_a_sharded_cell_is_that_of_the_whole_one")
+
+
+def test_state_that_a_users_class_keeps_by_parameter_has_the_names_that_the_class_gave() -> None:
+    class Mine(optim.Optimizer):
+        def construct(self, gradients: Any) -> None:
+            for param, gradient in zip(self.parameters, gradients, strict=True):
+                self.state[param] = {"exp_avg": ms.Tensor(gradient.asnumpy()), "note": ("a", 1)}
+
+    source, target = net(0), net(1)
+    first, second = (Mine(cell.trainable_params(), {"lr": 0.5}) for cell in (source, target))
+    train(source, first, 1)
+    state = hs.get_optim_state_dict(source, first, options=NEUTRAL)
+    assert ("a", 1) == state["state"]["1.weight"]["note"]
+    hs.set_optim_state_dict(target, second, state, options=SET_NEUTRAL)
+    assert bits(state) == bits(hs.get_optim_state_dict(target, second, options=NEUTRAL))
 
 
 def test_an_unknown_word_for_names_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -14,8 +15,10 @@ from mindspore_optimizers import EXPERIMENTAL, LEGACY, MINT, TRAINABLE, bits, ne
 
 import hyperstate as hs
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
+from hyperstate.testing import Pool
 from hyperstate_mindspore.rules import known, state_keys
 
+BODIES = Path(__file__).with_name("bodies_mindspore_names.py")
 FULL = hs.StateDictOptions(full_state_dict=True, cpu_offload=True)
 SET = hs.StateDictOptions(full_state_dict=True)
 
@@ -196,6 +199,14 @@ def test_nothing_is_aliased() -> None:
     assert expected == bits(saved)
 
 
+def test_tables_of_another_length_are_refused() -> None:
+    source, target = net(0), net(1)
+    first = nn.Adam(source.trainable_params(), [0.5, 0.25, 0.125])
+    second = nn.Adam(target.trainable_params(), [0.5, 0.25])
+    with pytest.raises(IncompatibleStateError, match=r"'learning_rate' of shape \(3,\) was passed for shape \(2,\)"):
+        _move((source, first), (target, second))
+
+
 def test_another_class_state_is_refused_and_nothing_changed() -> None:
     source, target = _pair("Adam", 0), _pair("SGD with momentum", 1)
     train(*source, 1)
@@ -279,6 +290,10 @@ def test_parameters_that_were_added_after_the_state_was_made_are_refused() -> No
     optimizer.add_param_group({"params": p[2:]})
     with pytest.raises(IncompatibleStateError, match="has 6 parameters and 'exp_avg' for 2"):
         hs.get_optim_state_dict(cell, optimizer)
+
+
+def test_an_optimizer_that_was_built_before_its_cell_was_sharded_is_refused(mindspore2: Pool) -> None:
+    mindspore2.run(BODIES, "an_optimizer_that_was_built_before_its_cell_was_sharded_is_refused")
 
 
 @pytest.mark.parametrize("name", [*LEGACY, *EXPERIMENTAL])

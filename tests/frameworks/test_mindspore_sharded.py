@@ -1,4 +1,4 @@
-"""Real ranks: MindSpore's sharded tensors, cells that keep shards and their training, HyperParallel's tensors."""
+"""Real ranks: MindSpore's sharded tensors, cells that keep shards, and their training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_sharded_training_is_the_plain_one(mindspore2: Pool, optimizer: str) -> 
     mindspore2.run(BODIES, "sharded_training_is_the_plain_one", optimizer=optimizer, mesh="fsdp")
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "slice"])
 def test_training_with_uneven_and_empty_parts_is_the_plain_one(mindspore4: Pool, mesh: str) -> None:
     mindspore4.run(BODIES, "sharded_training_is_the_plain_one", optimizer="nn.AdamWeightDecay", mesh=mesh)
 
@@ -52,6 +52,10 @@ def test_gradients_are_means_over_the_mesh(mindspore4: Pool, dtype: str) -> None
 
 def test_plans_say_what_is_sharded_and_how(mindspore2: Pool) -> None:
     mindspore2.run(BODIES, "plans_say_what_is_sharded_and_how")
+
+
+def test_tied_parameters_are_sharded_once(mindspore2: Pool) -> None:
+    mindspore2.run(BODIES, "tied_parameters_are_sharded_once")
 
 
 def test_a_sharded_cell_can_not_be_called(mindspore2: Pool) -> None:
@@ -82,10 +86,6 @@ def test_a_sharded_cell_without_values_gets_memory_for_its_parts_alone(mindspore
     mindspore4.run(BODIES, "loads_into_shards_without_values")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_hyperparallels_tensors_are_known_by_structure(mindspore2: Pool, form: str) -> None:
-    mindspore2.run(BODIES, "hyperparallel_tensors_are_known_by_structure", form=form)
-
-
-def test_values_go_from_hyperparallels_tensors_to_our_own(mindspore2: Pool) -> None:
-    mindspore2.run(BODIES, "from_hyperparallel_to_our_own")
+def test_a_lost_rank_is_named_to_the_others(mindspore4: Pool) -> None:
+    found = mindspore4.run(BODIES, "a_lost_rank_is_named", lost=(3,), timeout=90)
+    assert [True] * 3 == ["rank 3 has ended" in text for text in found[:3]]

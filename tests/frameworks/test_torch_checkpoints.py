@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from safetensors.torch import load_file
 import hyperstate as hs
 from hyperstate.testing import Pool
 from hyperstate.testing.kit import Content
+from hyperstate.testing.pool import RankFailure
 from hyperstate_torch.kit import Kit
 
 BODIES = Path(__file__).with_name("bodies_torch_checkpoints.py")
@@ -200,11 +206,11 @@ def test_a_url_holds_checkpoints_as_a_folder_does(kind: str, tmp_path: Path) -> 
         hs.save(url, filled(value), extra=value)
         hs.verify(url)
         assert value == hs.load(url, other).extra
-        assert {value} == {x for x in other.layers[0].weight.flatten().tolist()}
+        assert {value} == set(other.layers[0].weight.flatten().tolist())
     assert (tmp_path / "c-7").exists() == (kind == "file")
     hs.save(url.replace("c-7", "c-10"), filled(4.0), keep=1)
     hs.load(url.replace("c-7", "c-10"), other)
-    assert {4.0} == {x for x in other.norm.weight.tolist()}
+    assert {4.0} == set(other.norm.weight.tolist())
     with pytest.raises(hs.CheckpointError, match="holds no checkpoint"):
         hs.load(url, other)
 
@@ -224,3 +230,36 @@ def test_files_behind_a_url_stand_in_place_the_first_time(tmp_path: Path) -> Non
 def test_a_url_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(hs.CheckpointError, match="nosuch"):
         hs.save("nosuch://bucket/c", filled(1.0))
+
+
+# -- kills ---------------------------------------------------------------------------------------------
+
+KILLS = int(os.environ.get("HYPERSTATE_TEST_KILLS", "1"))
+"""How often each kind of kill is tried; more for a thorough run."""
+
+
+@pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "all"])
+def test_killed_ranks_leave_a_checkpoint_that_is_whole(victims: list[int], tmp_path: Path) -> None:
+    """The last one that both ranks have seen end, or the one that was being written."""
+    for attempt in range(KILLS):
+        path = tmp_path / str(attempt) / "c"
+        path.parent.mkdir()
+        with Pool("torch", 2) as pool, ThreadPoolExecutor(1) as thread:
+            running = thread.submit(pool.run, BODIES, "saves_for_ever", folder=str(path), timeout=60.0)
+            while not all(Path(f"{path}.{rank}").exists() for rank in range(2)):
+                assert not running.done(), running.result()
+                time.sleep(0.05)
+            time.sleep(random.uniform(0.0, 0.3))
+            for rank in victims:
+                os.kill(pool._workers[rank]._process.pid, signal.SIGKILL)
+            with pytest.raises(RankFailure, match="the process ended") as caught:
+                running.result()
+            if victims == [1]:
+                assert "AbsentRankError" in str(caught.value) or "TransferError" in str(caught.value)
+        told = [int(Path(f"{path}.{rank}").read_text() or 0) for rank in range(2)]
+        hs.verify(path)
+        model = Kit().model(0, (65, 257, 63))
+        number = hs.load(path, model).extra
+        assert max(told) <= number <= max(told) + 1
+        for name, value in model.state_dict().items():
+            assert (value == number).all(), name

@@ -231,55 +231,55 @@ Make = Callable[[Any], Any]
 OPTIMIZERS: dict[str, tuple[Make, Make]] = {
     "Adam": (
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
-        lambda p: ms.nn.Adam(p, learning_rate=0.5),
+        lambda p: ms.nn.Adam(p, learning_rate=0.02),
     ),
     "Adam (experimental)": (
         lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-        lambda p: optim.Adam(p, lr=0.5),
+        lambda p: optim.Adam(p, lr=0.02),
     ),
     "Adam amsgrad": (
         lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-        lambda p: ms.nn.Adam(p, learning_rate=0.5, use_amsgrad=True),
+        lambda p: ms.nn.Adam(p, learning_rate=0.02, use_amsgrad=True),
     ),
     "AdamW": (
         lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-        lambda p: optim.AdamW(p, lr=0.5),
+        lambda p: optim.AdamW(p, lr=0.02),
     ),
     "AdamW amsgrad": (
         lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-        lambda p: optim.AdamW(p, lr=0.5, amsgrad=True),
+        lambda p: optim.AdamW(p, lr=0.02, amsgrad=True),
     ),
     "SGD": (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-        lambda p: ms.nn.SGD(p, learning_rate=0.5, momentum=0.5),
+        lambda p: ms.nn.SGD(p, learning_rate=0.02, momentum=0.5),
     ),
     "SGD (experimental)": (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-        lambda p: optim.SGD(p, lr=0.5, momentum=0.5),
+        lambda p: optim.SGD(p, lr=0.02, momentum=0.5),
     ),
     "SGD (Momentum)": (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: ms.nn.Momentum(p, 0.5, 0.5),  # with Nesterov's momentum its kernel on CPU leaves that out
+        lambda p: ms.nn.Momentum(p, 0.02, 0.5),  # with Nesterov's momentum its kernel on CPU leaves that out
     ),
     "SGD nesterov": (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        lambda p: ms.nn.SGD(p, learning_rate=0.5, momentum=0.5, nesterov=True),
+        lambda p: ms.nn.SGD(p, learning_rate=0.02, momentum=0.5, nesterov=True),
     ),
     "SGD without momentum": (
         lambda p: torch.optim.SGD(p, lr=0.1),
-        lambda p: ms.nn.SGD(p, learning_rate=0.5),
+        lambda p: ms.nn.SGD(p, learning_rate=0.02),
     ),
-    "Adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1), lambda p: optim.Adagrad(p, lr=0.5)),
-    "Adadelta": (lambda p: torch.optim.Adadelta(p, lr=0.5), lambda p: optim.Adadelta(p, lr=0.1)),
-    "Adamax": (lambda p: torch.optim.Adamax(p, lr=0.01), lambda p: optim.Adamax(p, lr=0.5)),
-    "ASGD": (lambda p: torch.optim.ASGD(p, lr=0.1), lambda p: optim.ASGD(p, lr=0.5)),
-    "NAdam": (lambda p: torch.optim.NAdam(p, lr=0.01), lambda p: optim.NAdam(p, lr=0.5)),
-    "RAdam": (lambda p: torch.optim.RAdam(p, lr=0.01), lambda p: optim.RAdam(p, lr=0.5)),
+    "Adagrad": (lambda p: torch.optim.Adagrad(p, lr=0.1), lambda p: optim.Adagrad(p, lr=0.02)),
+    "Adadelta": (lambda p: torch.optim.Adadelta(p, lr=0.02), lambda p: optim.Adadelta(p, lr=0.1)),
+    "Adamax": (lambda p: torch.optim.Adamax(p, lr=0.01), lambda p: optim.Adamax(p, lr=0.02)),
+    "ASGD": (lambda p: torch.optim.ASGD(p, lr=0.1), lambda p: optim.ASGD(p, lr=0.02)),
+    "NAdam": (lambda p: torch.optim.NAdam(p, lr=0.01), lambda p: optim.NAdam(p, lr=0.02)),
+    "RAdam": (lambda p: torch.optim.RAdam(p, lr=0.01), lambda p: optim.RAdam(p, lr=0.02)),
     "RMSprop": (
         lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
         lambda p: optim.RMSprop(p, lr=0.02, momentum=0.1, centered=True),
     ),
-    "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.01), lambda p: optim.Rprop(p, lr=0.5)),
+    "Rprop": (lambda p: torch.optim.Rprop(p, lr=0.01), lambda p: optim.Rprop(p, lr=0.02)),
 }
 """Of both frameworks; the second with other settings, which a load replaces."""
 
@@ -306,12 +306,12 @@ def write(net: Any, fresh: Any, state: tuple[Any, Any]) -> None:
     hs.set_state_dict(net, fresh, model_state_dict=model, optim_state_dict=optim_state, options=WRITE)
 
 
-def assert_close(expected: Any, actual: Any, noise: tuple[str, ...] = ()) -> None:
-    """Weights and statistics of two nets agree to rounding."""
+def assert_close(expected: Any, actual: Any, noise: tuple[str, ...] = (), atol: float = 2e-6) -> None:
+    """Weights and statistics of two nets agree to rounding, which is larger where small gradients are scaled up."""
     first, second = (hs.get_model_state_dict(one, options=READ) for one in (expected, actual))
     assert set(first) == set(second)
     for name in first:
         if name not in noise and name.rsplit(".")[-1] != "num_batches_tracked":
             np.testing.assert_allclose(
-                array_of(first[name]), array_of(second[name]), rtol=2e-5, atol=2e-6, err_msg=name
+                array_of(first[name]), array_of(second[name]), rtol=2e-5, atol=atol, err_msg=name
             )

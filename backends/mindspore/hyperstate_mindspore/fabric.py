@@ -25,7 +25,6 @@ from hyperstate.errors import TransferError
 from . import job
 from .control import MindSporeControl
 from .host import settle
-from .presence import Presence, address_towards
 
 MAGIC = 0x6873
 _TAG = struct.Struct("<HHIQ")
@@ -73,7 +72,6 @@ class MindSporeFabric:
 
     def __init__(self, control: MindSporeControl) -> None:
         self._control = control
-        self._presence: Presence | None = None
         self._numbers: dict[tuple[str, int], int] = {}
         """Messages so far, by direction and peer."""
         self._posted: deque[tuple[int, Bytes]] = deque()
@@ -106,7 +104,7 @@ class MindSporeFabric:
         settle()  # an error of the script's own operations must not be taken for ours
         job.enable_messages()
         for peer in dict.fromkeys(flight.peers()):
-            self._meet(peer)
+            job.presence().meet(peer)
         for peer, buffer in flight.sends:
             buffer.whole[:TAG_BYTES] = np.frombuffer(self._tag("to", self.rank(), peer, buffer), np.uint8)
         for peer, buffer in flight.recvs:
@@ -152,21 +150,10 @@ class MindSporeFabric:
 
     # -- lost peers -----------------------------------------------------------------------------------
 
-    def _meet(self, peer: int) -> None:
-        if self._presence is None:
-            self._presence = Presence(address_towards(job.store().host), self.world(), self._find)
-            self._control.set(f"here/{self.rank()}", self._presence.address.encode())
-        self._presence.meet(peer)
-
-    def _find(self, peer: int) -> str:
-        found = self._control.get(f"here/{peer}", self.timeout())
-        if found is None:
-            self.give_up([peer], f"it did not begin to exchange data within {self.timeout():g} s", None)
-        return found.decode()
-
-    def ended(self, peer: int) -> bool:
+    @staticmethod
+    def ended(peer: int) -> bool:
         """Whether the process of a peer is gone."""
-        return self._presence is not None and self._presence.gone(peer)
+        return job.presence().gone(peer)
 
     def ask(self, peer: int) -> None:
         """Raise `TransferError` if the peer gave up itself."""

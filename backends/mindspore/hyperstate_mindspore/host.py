@@ -67,8 +67,12 @@ def on_host(tensor: Any) -> bool:
 
 def array_of(tensor: Any) -> Array:
     """The elements of a plain tensor: its own memory on the host, a copy of a device's."""
+    name = neutral_dtype(tensor.dtype)
+    kind = stored(name)
+    if name.startswith("float8") and on_host(tensor):  # which `asnumpy` refuses
+        settle()
+        return _at(tensor, kind) if tensor.size else np.empty(tuple(tensor.shape), kind)
     found: Array = tensor.asnumpy()  # waits for what is still being computed
-    kind = stored(neutral_dtype(tensor.dtype))
     if not on_host(tensor):
         return found if found.dtype == kind else found.view(kind)
     if found.size and found.dtype == kind and found.__array_interface__["data"][0] == tensor.data_ptr():
@@ -101,6 +105,15 @@ def tensor_over(array: Array, dtype: str) -> Any:
     """A tensor that shares memory with a contiguous array (`stored(dtype)`)."""
     made = ms.from_numpy(array)
     return made.view(mindspore_dtype(dtype)) if dtype.startswith("float8") else made
+
+
+def parameter_over(array: Array, dtype: str, name: str | None, requires_grad: bool) -> Any:
+    """A Parameter of MindSpore's with the contents of a contiguous array (`stored(dtype)`)."""
+    if not dtype.startswith("float8"):
+        return ms.Parameter(tensor_over(array, dtype), name=name, requires_grad=requires_grad)
+    made = ms.Parameter(ms.Tensor(np.zeros(array.shape, np.uint8)), name=name, requires_grad=requires_grad)
+    made.assign_value(tensor_over(array, dtype))  # the one call that takes this dtype
+    return made
 
 
 @dataclass(frozen=True, eq=False)

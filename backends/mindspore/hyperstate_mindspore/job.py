@@ -18,14 +18,17 @@ from mindspore.mint.distributed import TCPStore, distributed
 
 from hyperstate.errors import TransferError
 
+from .presence import Presence, address_towards
+
 PORT_VARIABLE = "HYPERSTATE_STORE_PORT"
 """Where the store of a job that msrun started listens; by default the port after the scheduler's."""
 DEFAULT_TIMEOUT_S = 300.0
 """MindSpore's own default for its store and for `init_process_group`."""
-_JOB_KEY = "hyperstate/job"
+_JOB_KEY, _HERE_KEY = "hyperstate/job", "hyperstate/here/{}"
 
 _default_timeout = DEFAULT_TIMEOUT_S
 _store: Any = None
+_presence: Presence | None = None
 
 
 def join(timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S)) -> None:
@@ -43,7 +46,7 @@ def join(timeout: timedelta = timedelta(seconds=DEFAULT_TIMEOUT_S)) -> None:
         elif "MASTER_PORT" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             _init_by_store(timeout)
     if world() > 1:
-        store()
+        presence()
 
 
 def _init_by_store(timeout: timedelta) -> None:
@@ -87,7 +90,13 @@ def enable_messages() -> None:
 
 def store() -> Any:
     """The job's store. Where `join` was not called, rank 0 must be on its way to its first call."""
-    global _store  # noqa: PLW0603  # the same
+    presence()
+    return _store
+
+
+def presence() -> Presence:
+    """This rank's mark of life. Made with the store, before any call: who dies early must be missed too."""
+    global _store, _presence  # noqa: PLW0603  # the same
     if _store is None:
         timeout = timedelta(seconds=_default_timeout)
         if "MS_ROLE" in os.environ:
@@ -99,7 +108,15 @@ def store() -> Any:
                 "nothing tells where the job's key-value store is; call hyperstate_mindspore.join() instead of init(), "
                 "or start the job by msrun, or set MASTER_ADDR and MASTER_PORT"
             )
-    return _store
+    if _presence is None:
+        _presence = Presence(address_towards(_store.host), world(), _find)
+        _store.set(_HERE_KEY.format(rank()), _presence.address.encode())
+    return _presence
+
+
+def _find(peer: int) -> str:
+    found: bytes = _store.get(_HERE_KEY.format(peer))
+    return found.decode()
 
 
 def _store_beside_scheduler(timeout: timedelta) -> Any:

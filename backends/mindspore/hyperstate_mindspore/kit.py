@@ -24,7 +24,7 @@ from hyperstate.backend import load
 from hyperstate.testing.kit import Content
 
 from . import job, layouts, tree
-from .host import array_of, mindspore_dtype, neutral_dtype, on_host, stored, tensor_over
+from .host import array_of, mindspore_dtype, neutral_dtype, on_host, parameter_over, stored, tensor_over
 from .sharded import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 from .training import parameter_of, shard_module, value_and_grad
 
@@ -308,7 +308,7 @@ class Kit:
 
     def tensor(self, values: Any, dtype: str = "float32") -> Any:
         if dtype in FLOAT8_ONE:  # the cases have zeros and ones
-            return tensor_over(np.asarray(values, np.uint8) * np.uint8(FLOAT8_ONE[dtype]), dtype)
+            return tensor_over(np.asarray(np.asarray(values, np.uint8) * np.uint8(FLOAT8_ONE[dtype])), dtype)
         return ms.Tensor(np.asarray(values).astype(stored(dtype)), dtype=mindspore_dtype(dtype))
 
     def content(self, value: Any) -> Content:
@@ -354,7 +354,7 @@ def _parameter(value: Any, name: str) -> Any:
     trained = neutral_dtype(value.dtype).startswith(("float", "bfloat", "complex"))
     if layouts.is_dtensor(value):
         return parameter_of(value, name, trained)
-    return ms.Parameter(value, name=name, requires_grad=trained)
+    return parameter_over(np.array(array_of(value), order="C"), neutral_dtype(value.dtype), name, trained)
 
 
 def _part(full: Floats, param: Any) -> Floats:

@@ -21,6 +21,7 @@ from hyperstate.layout import Layout, Mesh, Shape, splits_of
 from hyperstate.schema import TensorSpec
 
 from . import job
+from .host import neutral_dtype, stored, tensor_over
 
 _RECORD = "_hyperstate_shard"
 
@@ -111,7 +112,8 @@ def trimmed(parameter: Any, value: Any) -> Any:
     noted = recorded(parameter)
     if noted is None or not noted.padded or tuple(value.shape) != noted.kept_shape:
         return value
-    return ms.Tensor(np.zeros(noted.local_shape, ms.dtype_to_nptype(value.dtype)))
+    dtype = neutral_dtype(value.dtype)
+    return tensor_over(np.zeros(noted.local_shape, stored(dtype)), dtype)
 
 
 def shape_of(value: Any) -> Shape:

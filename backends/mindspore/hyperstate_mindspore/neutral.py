@@ -91,14 +91,16 @@ class NeutralPart:
         return found
 
     def shared(self) -> dict[str, Any]:
-        """Live counters and tables, but for those that follow from each parameter's ``step``."""
+        """Live counters and tables, but for those that follow from each parameter's ``step``, a float32."""
         found = self.part.shared()
         if not self.names.counter:
             return found
-        count = found.pop(self.names.counter)
+        count = found[self.names.counter]
+        if np.float32(self._step(0)) == self._step(0):
+            del found[self.names.counter]
         for name, number in self.names.powers.items():
             power = beta_power(self._betas(self._fields)[number], int(count.asnumpy().max()))
-            if name in found and found[name].asnumpy().max() == power:
+            if name in found and _normal(found[name].asnumpy().max()) == power:
                 del found[name]
         return found
 
@@ -199,7 +201,8 @@ class NeutralPart:
 
     def _write_count(self, step: int, pairs: Pairs) -> None:
         counters, given = self.part.counters, self._given_shared
-        write(counters[self.names.counter], step - self.names.ahead, pairs)
+        if self.names.counter not in given:
+            write(counters[self.names.counter], step - self.names.ahead, pairs)
         for name, number in self.names.powers.items():
             if name in counters and name not in given:
                 write(counters[name], float(beta_power(self._betas(self._fields)[number], step)), pairs)
@@ -208,11 +211,15 @@ class NeutralPart:
 def beta_power(beta: float, steps: int) -> np.float32:
     """`beta` times itself `steps` times, rounded to float32 after each, as MindSpore's Adam does it.
 
-    What is smaller than the smallest normal number, some of its kernels take for 0; training can't tell.
+    What is smaller than the smallest normal number is 0, as some of MindSpore's kernels have it; training can't tell.
     """
-    power, before, factor = np.float32(1), np.float32(-1), np.float32(beta)
-    while steps > 0 and power != before:
+    power, factor = np.float32(1), np.float32(beta)
+    while steps > 0 and power:
         count = min(steps, BLOCK)
         factors = np.concatenate([[power], np.full(count, factor)]).astype(np.float32)
-        before, power, steps = power, np.multiply.accumulate(factors)[-1], steps - count
-    return np.float32(power)
+        power, steps = _normal(np.multiply.accumulate(factors)[-1]), steps - count
+    return power
+
+
+def _normal(value: np.float32) -> np.float32:
+    return np.float32(value if value >= np.finfo(np.float32).tiny else 0)

@@ -10,10 +10,11 @@ import mindspore as ms
 import numpy as np
 
 from hyperstate.errors import IncompatibleStateError
-from hyperstate.schema import TensorSpec
+from hyperstate.schema import TensorSpec, keeps_meaning
 
 from . import layouts
 from .fields import InDict, InTensor, Pairs, Spot, copied, refused
+from .host import neutral_dtype
 from .rules import COUNTERS, IMPLEMENTATION, known
 
 Fields = dict[str, Any]
@@ -37,6 +38,7 @@ class Part:
         self.slots: dict[str, dict[int, Any]] = self._find_slots(own)
         """State key -> position -> the live Parameter."""
         self._check_lengths()
+        self._check_shapes()
         own |= {id(value) for slots in self.slots.values() for value in slots.values()}
         self.counters = dict(self._find_shared(own, rates))
         """What belongs to no parameter, by its place in the optimizer."""
@@ -70,6 +72,16 @@ class Part:
                     f"{type(self.optimizer).__qualname__} has {len(self.params)} parameters and {key!r} for "
                     f"{len(held)}; build it with all its param groups"
                 )
+
+    def _check_shapes(self) -> None:
+        """Refuse an optimizer that was built on whole parameters of which a rank keeps its part now."""
+        for key in self.known.like if self.known is not None else ():
+            for position, live in self.slots.get(key, {}).items():
+                if tuple(live.shape) != tuple(self.params[position].shape):
+                    raise IncompatibleStateError(
+                        f"{type(self.optimizer).__qualname__} keeps {key!r} of shape {tuple(live.shape)} for a parameter "
+                        f"of shape {tuple(self.params[position].shape)}; build the optimizer after the model was sharded"
+                    )
 
     def _find_shared(self, own: set[Any], rates: set[int]) -> Iterator[tuple[str, Any]]:
         stand_ins = {id(value[0]): name for name, value in vars(self.optimizer).items() if _repeats(value)}
@@ -150,6 +162,10 @@ class Part:
                 found.append(f"shared state {key!r} has no place; there is {list(self.counters)}")
             elif prod(shape) != live.size:
                 found.append(f"shared state {key!r} of shape {shape} was passed for shape {tuple(live.shape)}")
+            elif isinstance(value, TensorSpec) and not keeps_meaning(value.dtype, neutral_dtype(live.dtype)):
+                found.append(
+                    f"shared state {key!r}: {value.dtype} can't become {live.dtype} without losing its meaning"
+                )
         return found
 
     # -- writing ----------------------------------------------------------------------------------
@@ -166,7 +182,7 @@ class Part:
 
     def write_fields(self, given: Sequence[Fields | None], pairs: Pairs) -> None:
         """Set fields of each group; None leaves a group alone."""
-        changed = False
+        changed, done = False, set[Any]()
         for number, fields in enumerate(given):
             for name, value in (fields or {}).items():
                 spot = self.spots[number].get(name)
@@ -174,7 +190,8 @@ class Part:
                     continue
                 if spot is None:
                     self._keep_extra(number, name, value)
-                elif not spot.refuses(value):
+                elif not spot.refuses(value) and spot.id not in done:
+                    done.add(spot.id)
                     changed = spot.put(value, pairs) or changed
         if changed:
             recompile(self.optimizer)

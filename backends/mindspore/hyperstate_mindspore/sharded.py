@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hyperstate.layout import Box, Layout, Shape
 
 from . import groups, job, layouts
+from .host import array_of, neutral_dtype, tensor_over
 
 
 class Placement:
@@ -215,7 +216,8 @@ def distribute_tensor(tensor: Any, device_mesh: Any, placements: Sequence[Any]) 
     box = layouts.layout(device_mesh, placements, len(shape)).box(shape, job.rank())
     if box is None:
         raise ValueError(f"rank {job.rank()} is no member of {device_mesh}")
-    return DTensor(from_numpy(cut(tensor.asnumpy(), box), tensor.dtype), device_mesh, placements, shape)
+    part = from_numpy(cut(array_of(tensor), box), tensor.dtype)
+    return DTensor(part, device_mesh, placements, shape)
 
 
 def gather(values: Sequence[Any]) -> list[npt.NDArray[Any]]:
@@ -242,7 +244,7 @@ def _replica(layout: Layout) -> tuple[int, ...]:
 
 
 def _gather_row(values: Sequence[Any], ranks: tuple[int, ...]) -> list[npt.NDArray[Any]]:
-    parts = [np.ascontiguousarray(layouts.local_of(value).asnumpy()) for value in values]
+    parts = [np.ascontiguousarray(array_of(layouts.local_of(value))) for value in values]
     specs = [(layouts.layout_of(v), layouts.shape_of(v), p.dtype) for v, p in zip(values, parts, strict=True)]
     sizes = {rank: sum(_nbytes(spec, rank) for spec in specs) for rank in ranks}
     mine = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
@@ -281,6 +283,6 @@ def cut(array: npt.NDArray[Any], box: Box) -> npt.NDArray[Any]:
 
 def from_numpy(array: npt.NDArray[Any], dtype: Any) -> Any:
     """A fresh tensor with the contents and the shape of `array`, which has MindSpore's `dtype`."""
-    made = ms.Tensor(array, dtype=dtype)
+    made = tensor_over(np.array(array, order="C"), neutral_dtype(dtype))
     assert tuple(made.shape) == array.shape
     return made

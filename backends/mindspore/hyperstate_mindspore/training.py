@@ -23,6 +23,7 @@ import numpy.typing as npt
 from hyperstate.errors import UnsupportedConfigurationError
 
 from . import groups, job, layouts, tree
+from .host import array_of, neutral_dtype, parameter_over
 from .sharded import DeviceMesh, DTensor, Placement, Replicate, Shard, cut, from_numpy, gather
 
 Placements = Sequence[Placement]
@@ -64,7 +65,7 @@ def _keep_part(parameter: Any, noted: layouts.Record) -> None:
         parameter.assign_value(part)
         parameter.init_mode = part
     else:
-        parameter.assign_value(from_numpy(_own_part(parameter, parameter.asnumpy()), parameter.dtype))
+        parameter.assign_value(from_numpy(_own_part(parameter, array_of(parameter)), parameter.dtype))
 
 
 def _placements(fqn: str, parameter: Any, mesh: DeviceMesh, plan: Plan | None) -> Placements | None:
@@ -81,7 +82,8 @@ def _placements(fqn: str, parameter: Any, mesh: DeviceMesh, plan: Plan | None) -
 def parameter_of(value: DTensor, name: str | None = None, requires_grad: bool = True) -> Any:
     """A Parameter that holds this rank's part of `value` (a copy), with its layout recorded."""
     part = value.to_local()
-    made = ms.Parameter(from_numpy(_padded(part.asnumpy()), part.dtype), name=name, requires_grad=requires_grad)
+    content = _padded(np.array(array_of(part), order="C"))
+    made = parameter_over(content, neutral_dtype(part.dtype), name, requires_grad)
     layouts.record(made, value.device_mesh, value.placements, value.shape)
     return made
 
@@ -101,7 +103,7 @@ def _padded(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def fill(parameter: Any, part: Any) -> None:
     """Give a parameter that has no values yet (`has_init`) this rank's part, a plain tensor."""
-    parameter.set_data(from_numpy(_padded(part.asnumpy()), part.dtype))
+    parameter.set_data(from_numpy(_padded(array_of(part)), part.dtype))
 
 
 def _own_part(parameter: Any, full: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hyperstate.checkpoint.converting import FileFormat
 from hyperstate.errors import OptionTypeError
 
 from . import dtensors
@@ -25,6 +26,13 @@ class TorchBackend:
         self.fabric = TorchFabric()
         self.control = TorchControl(self.fabric)
         self.tensors = TorchTensors(self.fabric)
+
+    @property
+    def file_formats(self) -> dict[str, FileFormat]:
+        """PyTorch's own formats of checkpoints, by name (`hyperstate.checkpoint.converting`)."""
+        from .dcp_files import Files  # imports torch.distributed.checkpoint, which most scripts never use
+
+        return {"dcp": Files()}
 
     def owns(self, value: Any) -> bool:
         """Whether `value` is a model, an optimizer or a tensor of PyTorch, or a list of such."""
