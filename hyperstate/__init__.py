@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .options import StateDictOptions
     from .setters import IncompatibleKeys
     from .statelayout import register_state_layout
+    from .visualize import visualize_sharding
 
 _HOMES = {
     "api": (
@@ -77,6 +78,7 @@ _HOMES = {
     "options": ("StateDictOptions",),
     "setters": ("IncompatibleKeys",),
     "statelayout": ("register_state_layout",),
+    "visualize": ("visualize_sharding",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -113,6 +115,7 @@ __all__ = [
     "unflatten_optim_state_dict",
     "use_backend",
     "verify",
+    "visualize_sharding",
 ]
 
 

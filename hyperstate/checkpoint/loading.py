@@ -27,7 +27,7 @@ from ..flows import (
 from ..layout import Box, intersect, whole
 from ..merge import brief
 from ..options import StateDictOptions, read_options
-from ..schema import Key, TensorSpec, counter_of, put_together
+from ..schema import LEAF, Key, TensorSpec, counter_of, put_together
 from ..setters import IncompatibleKeys, Target
 from ..statelayout import AMBIGUOUS, OPAQUE, fresh_state
 from .boxes import offset_in, reads
@@ -83,7 +83,7 @@ def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     meshes = meshes_in_use(backend, model, target.held.meshes(), faults)
     with turn(backend):
         call = open_call(backend, "load", meshes, faults, wish.ranks, wish.timeout, whole_job=True)
-        plan = None if match is None else faults.guard(lambda: _plan(backend, target.held, match))
+        plan = None if match is None else faults.guard(lambda: _plan(backend, target, match))
         unexpected = _agree(call, faults.found, match, strict=opts.strict)
         assert store is not None and manifest is not None and match is not None and plan is not None
         model_dict, optim_dict = {}, {}
@@ -243,25 +243,25 @@ class _Wanted:
     """The target's sharded tensor, where it has one."""
 
 
-def _plan(backend: Backend, held: Held, match: _Match) -> list[_Wanted]:
+def _plan(backend: Backend, target: Target, match: _Match) -> list[_Wanted]:
     """The tensors that this rank reads. Raises for those that can't fit."""
     found = []
     me = backend.fabric.rank()
     for key, saved in match.entries():
         for i, number in enumerate(saved.tensors):
             stored = match.manifest.tensors[number]
-            spec, like = _target(key, stored, held, single=saved.skeleton == {"t": 0})
+            spec, like = _target(key, stored, target, single=saved.skeleton == LEAF)
             box = whole(spec.shape) if spec.layout is None else spec.layout.box(spec.shape, me)
             if box is not None:
                 found.append(_Wanted(key, i, stored, spec, box, like))
     return found
 
 
-def _target(key: Key, stored: Stored, held: Held, *, single: bool) -> tuple[TensorSpec, Any]:
+def _target(key: Key, stored: Stored, target: Target, *, single: bool) -> tuple[TensorSpec, Any]:
     """How a saved tensor lies in the target, and the target's tensor on whose mesh it lies."""
-    plain = TensorSpec(stored.dtype, stored.shape)
+    plain, held = TensorSpec(stored.dtype, stored.shape), target.held
     kept = held.values.entries[key].single if single and key in held.values.entries else None
-    if key[0] == "global" or (key[0] == "model" and kept is None):
+    if key[0] == "global" or (key[0] == "model" and (kept is None or key[1] in target.extra)):
         return plain, None
     if kept is not None and kept.form not in (OPAQUE, AMBIGUOUS):
         if kept.shape != stored.shape:

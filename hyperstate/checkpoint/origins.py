@@ -55,6 +55,7 @@ class Chunked:
 
     def __init__(self, contents: Contents, store: Store, manifest: Manifest, own: bool) -> None:
         self.contents = contents
+        self.files = tuple(file.name for file in manifest.files)
         self._store, self._manifest, self._own = store, manifest, own
         self._stack, self._open = ExitStack(), dict[int, Reader]()
 

@@ -143,6 +143,7 @@ class Local:
         with self.writer(temporary) as file:
             file.write(data)
         self.replace(temporary, name)
+        self.settle("..")  # where this folder itself may be new
 
     def replace(self, old: str, new: str) -> None:
         """Give a file another's name, in one step."""

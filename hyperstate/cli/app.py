@@ -11,9 +11,13 @@ import typer
 from rich.console import Console
 
 from .demo import Choice, RefusedError, run
+from .diff import diff
 from .doctor import doctor
+from .inspect import inspect
 from .plan import plan
 from .show import as_json, show
+from .verify import verify
+from .visualize import visualize
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -36,8 +40,8 @@ def hyperstate(
     """The state of sharded training: get it, set it, move it between meshes."""
 
 
-app.command()(doctor)
-app.command()(plan)
+for _command in (doctor, inspect, diff, verify, plan, visualize):
+    app.command()(_command)
 
 
 @app.command()

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..drawing import size
 from ..errors import HyperstateError
 
 DIFFERENT, REFUSED = 1, 2
@@ -21,6 +22,25 @@ DIFFERENT, REFUSED = 1, 2
 Json = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Also write the result as JSON; '-' prints it in place of the text."),
+]
+
+
+__all__ = [
+    "DIFFERENT",
+    "REFUSED",
+    "Json",
+    "RefusedError",
+    "as_json",
+    "check_target",
+    "console",
+    "count",
+    "errors",
+    "progress",
+    "refusing",
+    "report",
+    "seconds",
+    "size",
+    "write",
 ]
 
 
@@ -76,15 +96,6 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RefusedError(f"{path}: the result can't be written: {error.strerror or error}") from None
-
-
-def size(nbytes: float) -> str:
-    """Bytes in words: ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 
 def count(number: float) -> str:

@@ -51,10 +51,15 @@ def _of_manifest(saved: manifest.Manifest) -> list[Tensor]:
 def _of_entries(entries: SavedEntries) -> list[Tensor]:
     found = []
     for key, saved in entries.items():
-        if saved.dtype is not None and not key.startswith(_OPTIMIZER):
+        if saved.dtype is not None and not is_of_optimizer(key):
             dtype = neutral(saved.dtype)
             found.append(Tensor(key, dtype, saved.shape, _is_parameter(key, dtype)))
     return found
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Whether a checkpoint of another library keeps optimizer state under `key`."""
+    return key.startswith(_OPTIMIZER)
 
 
 def _is_parameter(fqn: str, dtype: str) -> bool:

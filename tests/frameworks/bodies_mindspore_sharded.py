@@ -146,20 +146,21 @@ def made_from_local_parts(kit: Any) -> None:
 
 
 class Net(nn.Cell):
-    """On 4 ranks `narrow` is uneven and the last part of `few` has no elements."""
+    """On 4 ranks `narrow` is uneven, the last part of `few` has no elements, and rank 0 alone holds `single`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.wide, self.norm = nn.Dense(5, 8), nn.BatchNorm1d(8)
         self.narrow, self.few = nn.Dense(8, 5), nn.Dense(5, 3)
         self.scale = ms.Parameter(ms.Tensor(1.5, ms.float32), name="scale")
+        self.single = ms.Parameter(ms.Tensor(np.zeros((1, 3), np.float32)), name="single")
         numbers = np.random.default_rng(seed)
         for parameter in self.trainable_params():
             values = numbers.standard_normal(tuple(parameter.shape)).astype(np.float32)
             parameter.set_data(ms.Tensor(values))
 
     def construct(self, batch: Any) -> Any:
-        return self.few(ms.ops.tanh(self.narrow(self.norm(self.wide(batch))))) * self.scale
+        return self.few(ms.ops.tanh(self.narrow(self.norm(self.wide(batch))))) * self.scale + self.single
 
 
 OPTIMIZERS = {

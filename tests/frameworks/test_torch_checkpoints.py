@@ -188,6 +188,26 @@ def test_an_optimizer_with_tensor_fields_and_several_groups_comes_back(tmp_path:
             assert torch.equal(value, found["state"][number][key])
 
 
+def test_extra_state_comes_back_whatever_it_is(tmp_path: Path) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self, state: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3))
+            self.state = state
+
+        def get_extra_state(self) -> Any:
+            return self.state
+
+        def set_extra_state(self, state: Any) -> None:
+            self.state = state
+
+    for state in ({"history": [torch.arange(4.0), 3], "scale": torch.tensor(2.0)}, torch.arange(5), (1, None), b"\x00"):
+        first, second = Counting(state), Counting(torch.arange(3))
+        hs.save(tmp_path / "c", first)
+        hs.load(tmp_path / "c", second)
+        assert str(state) == str(second.state)
+
+
 # -- URLs ----------------------------------------------------------------------------------------------
 
 

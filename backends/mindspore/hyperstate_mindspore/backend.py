@@ -13,6 +13,7 @@ from hyperstate.errors import OptionTypeError
 from . import layouts
 from .control import MindSporeControl
 from .fabric import MindSporeFabric
+from .host import settle
 from .model import MindSporeModel
 from .optimizer import MindSporeOptimizer, is_optimizer
 from .tensors import MindSporeTensors
@@ -37,7 +38,8 @@ class MindSporeBackend:
         return layouts.is_dtensor(value) and isinstance(layouts.local_of(value), ms.Tensor)
 
     def model(self, model: Any, device: Any = None, names: str = "own") -> MindSporeModel:
-        """Describe a cell or a sequence of cells."""
+        """Describe a cell or a sequence of cells. What the script's own operations still have to raise comes first."""
+        settle()
         return MindSporeModel(model, self.tensors, device=device, names=names)
 
     def optimizer(self, optimizer: Any, names: str = "own") -> MindSporeOptimizer:

@@ -54,6 +54,7 @@ def neutral_dtype(dtype: Any) -> str:
 @cache
 def stored(name: str) -> np.dtype[Any]:
     """How NumPy sees elements of a neutral dtype; those that it can't calculate with are raw bytes (float8)."""
+    mindspore_dtype(name)  # refuses what MindSpore lacks
     if name == "bfloat16":
         found: np.dtype[Any] = np.dtype(ms.dtype_to_nptype(ms.bfloat16))  # MindSpore registers it with NumPy 1
         return found

@@ -24,6 +24,8 @@ from . import job
 from .host import neutral_dtype, stored, tensor_over
 
 _RECORD = "_hyperstate_shard"
+WHOLE = "_hyperstate_whole"
+"""Attribute of a sharded Parameter that holds the whole for a while. (Shapes can't tell: one row is its own whole.)"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def local_of(value: Any) -> Any:
 
 
 def _check_kept(parameter: ms.Parameter, noted: Record) -> None:
-    if tuple(parameter.shape) != noted.kept_shape:
+    if hasattr(parameter, WHOLE) or tuple(parameter.shape) != noted.kept_shape:
         raise UnsupportedConfigurationError(
             f"parameter {parameter.name!r} has the shape {tuple(parameter.shape)}, but its recorded shard on rank "
             f"{job.rank()} has {noted.local_shape} of {noted.shape}: the call came inside `unsharded`, or the "

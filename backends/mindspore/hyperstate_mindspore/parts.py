@@ -75,12 +75,14 @@ class Part:
 
     def _check_shapes(self) -> None:
         """Refuse an optimizer that was built on whole parameters of which a rank keeps its part now."""
+        name = type(self.optimizer).__qualname__
         for key in self.known.like if self.known is not None else ():
             for position, live in self.slots.get(key, {}).items():
-                if tuple(live.shape) != tuple(self.params[position].shape):
+                found, wanted = tuple(live.shape), tuple(self.params[position].shape)
+                if found != wanted:
                     raise IncompatibleStateError(
-                        f"{type(self.optimizer).__qualname__} keeps {key!r} of shape {tuple(live.shape)} for a parameter "
-                        f"of shape {tuple(self.params[position].shape)}; build the optimizer after the model was sharded"
+                        f"{name} keeps {key!r} of shape {found} for a parameter of shape {wanted}; build the optimizer "
+                        "after the model was sharded"
                     )
 
     def _find_shared(self, own: set[Any], rates: set[int]) -> Iterator[tuple[str, Any]]:

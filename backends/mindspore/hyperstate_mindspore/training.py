@@ -117,8 +117,9 @@ def _own_part(parameter: Any, full: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _is_local(parameter: Any) -> bool:
     """Whether a parameter holds a part now, not the whole."""
-    noted = layouts.recorded(parameter)
-    return noted is not None and tuple(parameter.shape) != noted.shape
+    if layouts.recorded(parameter) is None or hasattr(parameter, layouts.WHOLE):
+        return False
+    return bool(layouts.layout_of(parameter).used)
 
 
 def _refuse_local(cell: Any, _: Any) -> None:
@@ -144,12 +145,14 @@ def unsharded(cell: Any) -> Iterator[None]:
     parts = [ms.Tensor(parameter) for parameter in members]
     for parameter, full in zip(members, gather(members), strict=True):
         parameter.assign_value(from_numpy(full, parameter.dtype))
+        setattr(parameter, layouts.WHOLE, True)
     try:
         yield
     finally:
         for parameter, part in zip(members, parts, strict=True):
             changed = _own_part(parameter, parameter.asnumpy())
             parameter.assign_value(part)
+            delattr(parameter, layouts.WHOLE)
             parameter.copy_(from_numpy(changed, parameter.dtype))
 
 

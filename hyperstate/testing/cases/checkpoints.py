@@ -120,6 +120,38 @@ def a_run_goes_on_through_files(kit: Kit) -> None:
         assert ["step-3", "step-4"] == sorted(each.name for each in path.iterdir())
 
 
+@case(4)
+def pipeline_stages_go_into_one_model_and_back(kit: Kit) -> None:
+    """Each half of the ranks holds a stage of its own, and a norm that both have."""
+    row = kit.mesh((2, 2), ("outer", "inner"))["inner"]
+
+    def stage(number: int, start: float) -> tuple[Any, Any]:
+        own = {f"stages.{number}.weight": grid((5, 4), start + number), "norm": grid((3,), start + 7)}
+        model = kit.with_parameters({fqn: tensor(kit, values, (row, ("S0",))) for fqn, values in own.items()})
+        return model, kit.optimizer(model)
+
+    def whole(start: float) -> tuple[Any, Any]:
+        own = {f"stages.{n}.weight": grid((5, 4), start + n) for n in range(2)} | {"norm": grid((3,), start + 7)}
+        model = kit.with_parameters({fqn: tensor(kit, values) for fqn, values in own.items()})
+        return model, kit.optimizer(model)
+
+    first, alone = stage(kit.rank // 2, 0.0), whole(0.0)
+    kit.fake_step(*first)
+    kit.fake_step(*alone)
+    with folder(kit) as path:
+        hs.save(path / "c", *first)
+        together = whole(900.0)
+        hs.load(path / "c", *together)
+        for expected, found in zip(truth(kit, *alone), truth(kit, *together), strict=True):
+            close(kit, expected, found)
+        other = stage(1 - kit.rank // 2, 900.0)
+        hs.load(path / "c", *other)
+        hs.save(path / "d", *other)
+        again = whole(400.0)
+        hs.load(path / "d", *again)
+    assert live(kit, *together) == live(kit, *again)
+
+
 def meet(kit: Kit) -> None:
     """Wait for all ranks."""
     Call(load_backend(kit.name), tuple(range(kit.world)), "meet", 30.0, "test/").ready()

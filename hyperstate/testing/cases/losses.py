@@ -44,26 +44,25 @@ def the_death_of_rank_0_reaches_all(kit: Kit, used: bool) -> None:
     assert before == live(kit, model, optimizer)
 
 
-@case(4, lost=(3,), call=["set"])
-@case(2, lost=(1,), call=["get"])
+GETTERS = ("get_model_state_dict", "get_optim_state_dict", "get_state_dict")
+SETTERS = ("set_model_state_dict", "set_optim_state_dict", "set_state_dict")
+
+
+@case(4, lost=(3,), call=[*GETTERS, *SETTERS])
+@case(2, lost=(1,), call=["get_state_dict"])
 def a_rank_that_dies_while_values_move_is_an_error_on_the_survivors(kit: Kit, call: str) -> None:
     """None of them reports success; the text says what to do."""
     model, optimizer = build_stepped(kit, "fsdp")
     given = hs.get_state_dict(*build_stepped(kit, "plain", steps=3), options=FULL)
+    objects = (model,) if "model" in call else (model, optimizer)
+    passed: dict[str, Any] = {}
+    if call == "set_state_dict":
+        passed = {"model_state_dict": on_root(kit, given[0]), "optim_state_dict": on_root(kit, given[1])}
+    elif call in SETTERS:
+        objects = (*objects, on_root(kit, given["optim" in call]))
     if kit.rank == kit.world - 1:
         kit.die(exchange=1)
-    if call == "get":
-        text = refused(hs.TransferError, hs.get_state_dict, model, optimizer, options=FULL, timeout=LIMIT_S)
-    else:
-        text = refused(
-            hs.TransferError,
-            hs.set_state_dict,
-            model,
-            optimizer,
-            model_state_dict=on_root(kit, given[0]),
-            optim_state_dict=on_root(kit, given[1]),
-            options=BROADCAST,
-            timeout=LIMIT_S,
-        )
-        assert "load" in text
+    options = BROADCAST if call in SETTERS else FULL
+    text = refused(hs.TransferError, getattr(hs, call), *objects, **passed, options=options, timeout=LIMIT_S)
     assert f"rank {kit.world - 1}" in text
+    assert ("load" if call in SETTERS else "nothing was changed") in text

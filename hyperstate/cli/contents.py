@@ -1,0 +1,111 @@
+"""A checkpoint of any known format, opened for the commands that look into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import unpickle
+from ..checkpoint import manifest
+from ..checkpoint.converting import open_origin
+from ..checkpoint.manifest import Chunk, Saved, Stored
+from ..checkpoint.origins import Contents, Origin
+from ..errors import CheckpointError
+from ..layout import Box
+from ..metadata import entries_of, field_of, neutral
+from ..schema import LEAF, Key
+from .schemas import is_of_optimizer
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a checkpoint holds."""
+
+    format: str
+    contents: Contents
+    files: tuple[str, ...]
+    """By the number that chunks have."""
+    origin: Origin | None = None
+    """To read values from; None where only metadata were asked for and tell enough."""
+
+    def nbytes_of(self, key: Key) -> int:
+        """Bytes of the tensors of one value; 0 for a value that is not there."""
+        entry = self.contents.entries.get(key)
+        return sum(self.contents.tensors[number].nbytes for number in entry.tensors) if entry else 0
+
+    @property
+    def summed(self) -> bool:
+        """Whether chunks carry checksums."""
+        return self.format == "hyperstate"
+
+
+@contextmanager
+def open_contents(path: Path, *, values: bool = False) -> Iterator[Opened]:
+    """Open a checkpoint; with `values` so that its tensors can be read.
+
+    Metadata and headers alone are read, and no framework is needed, unless `values` of a folder of PyTorch's DCP are
+    asked for. Raises `CheckpointError`.
+    """
+    kind = format_of(path)
+    if kind == "PyTorch DCP" and not values:
+        yield _of_dcp(path)
+        return
+    with open_origin(str(path)) as origin:
+        yield Opened(kind, origin.contents, getattr(origin, "files", ()), origin)
+
+
+def format_of(path: Path) -> str:
+    """What kind of checkpoint lies at `path`, by its files. Raises `CheckpointError` where there is nothing."""
+    if "://" not in str(path) and not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if (path / manifest.NAME).is_file() or "://" in str(path):
+        return "hyperstate"
+    if (path / METADATA).is_file():
+        return "PyTorch DCP"
+    return "safetensors"
+
+
+def _of_dcp(path: Path) -> Opened:
+    """From PyTorch's metadata: tensors, and which file has which chunk."""
+    where = str(path / METADATA)
+    record = unpickle.loads((path / METADATA).read_bytes(), where)
+    table = field_of(record, "state_dict_metadata")
+    places, files = _places(field_of(record, "storage_data"))
+    tensors: list[Stored] = []
+    entries: dict[Key, Saved] = {}
+    for name, saved in entries_of(record, where).items():
+        section = "optim" if is_of_optimizer(name) else "model"
+        key = ("model" if section == "model" else "global", name)
+        if saved.dtype is None:
+            entries[key] = Saved("stored as bytes")
+            continue
+        chunks = tuple(_chunks(name, field_of(table[name], "chunks"), places, where))
+        entries[key] = Saved(LEAF, (len(tensors),))
+        tensors.append(Stored(section, name, neutral(saved.dtype), saved.shape, len(chunks) > 1, chunks))
+    return Opened("PyTorch DCP", Contents(tensors, entries), files)
+
+
+def _places(table: Any) -> tuple[dict[tuple[str, tuple[int, ...]], int], tuple[str, ...]]:
+    """Number of the file of each chunk, by FQN and offset; names of the files."""
+    files: dict[str, int] = {}
+    places = {}
+    for index, info in (table if isinstance(table, Mapping) else {}).items():
+        file, offset = field_of(info, "relative_path"), field_of(index, "offset")
+        number = files.setdefault(str(file), len(files))
+        places[str(field_of(index, "fqn")), tuple(offset) if offset is not None else ()] = number
+    return places, tuple(files)
+
+
+def _chunks(name: str, chunks: Any, places: Mapping[tuple[str, tuple[int, ...]], int], where: str) -> Iterator[Chunk]:
+    for chunk in chunks if isinstance(chunks, (list, tuple)) else ():
+        try:
+            start = tuple(int(n) for n in field_of(chunk, "offsets"))
+            stop = tuple(a + int(n) for a, n in zip(start, field_of(chunk, "sizes"), strict=True))
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{where}: {name!r} has a chunk without place") from None
+        yield Chunk(places.get((name, start), 0), Box(start, stop), 0, ())

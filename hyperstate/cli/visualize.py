@@ -1,0 +1,138 @@
+"""`hyperstate visualize`: a picture of a checkpoint, or of what a mesh would hold of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..drawing import Drawn, colour, drawn
+from ..layout import Mesh
+from ..picture import Picture
+from ..placement import Rule, check_names, layout_of, parse_mesh, parse_rule
+from .common import Json, RefusedError, check_target, refusing, report, write
+from .contents import open_contents
+from .schemas import read_schema
+
+EXAMPLE = ("float32", (1024, 1024))
+"""What is drawn for a mesh alone."""
+
+
+def visualize(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A checkpoint, a folder or file of safetensors, or JSON: {FQN: {dtype, shape}}."),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MESH",
+            help="Draw what each rank of this mesh would hold: dp=4,tp=2. Default: what each file holds.",
+        ),
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(metavar="NAME:GLOB=DIM", help="What a mesh dimension shards, as in plan.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the picture as one HTML page that needs nothing else."),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Draw the mesh, who holds which region of each tensor, memory per rank, and the sizes of the tensors.
+
+    Exit code 2: there is nothing to draw, or it can't be read.
+    """
+    with refusing("visualize"):
+        check_target(json)
+        picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()))
+        if html is not None:
+            write(html, picture.html())
+        report(json, _value(picture), lambda console: _show(console, picture))
+
+
+def _picture(path: Path | None, mesh: str | None, rules: tuple[Rule, ...]) -> Picture:
+    if mesh is not None:
+        return _of_mesh(path, mesh, parse_mesh(mesh), rules)
+    if path is None:
+        raise RefusedError("name a checkpoint, or a mesh with --mesh, or both")
+    if rules:
+        raise RefusedError("--rule goes with --mesh only")
+    return _of_files(path)
+
+
+def _of_mesh(path: Path | None, text: str, mesh: Mesh, rules: tuple[Rule, ...]) -> Picture:
+    check_names(mesh, rules)
+    ranks = mesh.ranks
+    if path is None:
+        shape = EXAMPLE[1]
+        tensors = [
+            drawn(fqn, EXAMPLE[0], shape, layout_of(mesh, fqn, shape, rules), ranks)
+            for fqn in ("block.q_proj.weight", "block.o_proj.weight", "block.norm.weight")
+        ]
+        title = f"three tensors of {list(shape)} on {text}"
+    else:
+        found = read_schema(path)
+        tensors = [
+            drawn(t.fqn, t.dtype, t.shape, layout_of(mesh, t.fqn, t.shape, rules) if t.sharded else None, ranks)
+            for t in found
+        ]
+        title = f"{path.name or path} on {text}"
+    return Picture(title, tuple(tensors), tuple(f"rank {rank}" for rank in ranks), mesh)
+
+
+def _of_files(path: Path) -> Picture:
+    """Who holds what: the files of a checkpoint."""
+    with open_contents(path) as opened:
+        made = [
+            Drawn(
+                one.name if one.section == "model" else f"optim: {one.name}",
+                one.dtype,
+                one.shape,
+                tuple((chunk.box, (chunk.file,)) for chunk in one.chunks if chunk.box.size),
+            )
+            for one in opened.contents.tensors
+        ]
+        names = opened.files
+    if not made:
+        raise RefusedError(f"{path} holds no tensor")
+    return Picture(f"{path.name or path}: {len(made)} tensors in {len(names)} files", tuple(made), names)
+
+
+def _value(picture: Picture) -> dict[str, Any]:
+    """The picture as JSON has it. Regions are [start, stop, holders], tensors that look alike stand once."""
+    mesh = picture.mesh
+    return {
+        "title": picture.title,
+        "mesh": None if mesh is None else dict(zip(mesh.names or (), mesh.shape, strict=False)),
+        "holders": list(picture.holders),
+        "memory": picture.memory,
+        "kinds": [
+            {
+                "name": kind.first.name,
+                "count": kind.count,
+                "dtype": kind.first.dtype,
+                "shape": list(kind.first.shape),
+                "nbytes": kind.first.nbytes,
+                "regions": [[list(box.start), list(box.stop), list(held)] for box, held in kind.first.regions],
+            }
+            for kind in picture.kinds
+        ],
+    }
+
+
+def _show(console: Console, picture: Picture) -> None:
+    coloured = console.is_terminal
+    for line in picture.lines(min(console.width, 120) if coloured else 80):
+        text = Text()
+        for words, holder in line:
+            style = "" if holder is None or not coloured else _style(words, colour(holder))
+            text.append(words, style)
+        console.print(text, soft_wrap=True)
+
+
+def _style(words: str, shade: str) -> str:
+    return shade if words.startswith("█") else f"black on {shade}"
