@@ -115,8 +115,9 @@ def convert(
     """Write a checkpoint again in another format, in one process, a block of it in memory at a time.
 
     `source`: a folder of this library or of PyTorch's DCP, a safetensors file, or a folder of them (Hugging Face's, or
-    sharded by DCP). `to`: "own"; "safetensors" (one `section` of it, in a file if `target` ends in ``.safetensors``,
-    else in a folder, with an index if it is more than `file_bytes`); "dcp". `names` maps old FQNs to new ones.
+    sharded by DCP), a ``.ckpt`` file of MindSpore. `to`: "own"; "safetensors" (one `section` of it, in a file if
+    `target` ends in ``.safetensors``, else in a folder, with an index if it is more than `file_bytes`); "ckpt" (one
+    `section`, in a file); "dcp". `names` maps old FQNs to new ones.
     Raises `CheckpointError`.
     """
     convert_at(source, target, to, names, section, file_bytes)

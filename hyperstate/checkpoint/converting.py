@@ -14,14 +14,14 @@ from .. import backend as backends
 from ..errors import CheckpointError, OptionError
 from ..layout import whole
 from ..schema import Key
-from . import folder, origins
+from . import ckpt, folder, origins
 from .container import SAVE, lay_out
 from .manifest import NAME, PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
 from .origins import Contents, Origin, blocks
 from .storage import Local, Store, Writer, open_store
 
 Names = Mapping[str, str] | Callable[[str], str] | None
-FORMATS = ("own", "safetensors", "dcp")
+FORMATS = ("own", "safetensors", "ckpt", "dcp")
 FILE_BYTES = 5 << 30
 
 
@@ -49,12 +49,16 @@ def convert_at(source: Any, target: Any, to: str, names: Names, section: str, fi
             write_own(origin, open_store(path))
         elif to == "safetensors":
             write_safetensors(origin, path, section, file_bytes)
+        elif to == "ckpt":
+            ckpt.write(origin, path, section)
         else:
             _foreign("torch", to).write(origin, path)
 
 
 def open_origin(path: str) -> Origin:
     """A checkpoint of any known format. Raises `CheckpointError` if it is none."""
+    if path.endswith(ckpt.SUFFIX):
+        return ckpt.Ckpt(path)
     store = open_store(path)
     if store.size(NAME) is not None:
         return origins.own(store)

@@ -17,9 +17,9 @@ from ..errors import CheckpointError
 from ..layout import Box
 from ..metadata import entries_of, field_of, neutral
 from ..schema import LEAF, Key
-from .schemas import is_of_optimizer
 
 METADATA = ".metadata"
+_OPTIMIZER = ("optim.", "optimizer.", "state.", "param_group.", "param_groups.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,14 @@ def format_of(path: Path) -> str:
         return "hyperstate"
     if (path / METADATA).is_file():
         return "PyTorch DCP"
+    if path.name.endswith(".ckpt"):
+        return "MindSpore"
     return "safetensors"
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Whether a checkpoint of another library keeps optimizer state under `key`."""
+    return key.startswith(_OPTIMIZER)
 
 
 def _of_dcp(path: Path) -> Opened:

@@ -43,7 +43,7 @@ class Difference:
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, a file or folder of safetensors.")],
+    first: Annotated[Path, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, safetensors, MindSpore's .ckpt.")],
     second: Annotated[Path, typer.Argument(help="Another; of any format, saved from any mesh.")],
     digest: Annotated[
         bool,
@@ -181,7 +181,9 @@ def _show(console: Console, found: list[Difference], compared: int) -> None:
         if len(some) > SHOWN:
             console.print(f"  … and {len(some) - SHOWN} more")
     verdict = "[bold red]DIFFERENT[/]" if found else "[bold green]EQUAL[/]"
-    console.print(f"{verdict}: {count(compared)} names compared, {count(len(found))} differences")
+    console.print(
+        f"{verdict}: {count(compared)} names compared, {count(len(found))} difference{'s' * (len(found) != 1)}"
+    )
 
 
 def _how(one: Difference) -> str:

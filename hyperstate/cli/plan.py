@@ -94,7 +94,7 @@ def _placed(mesh: Mesh, tensors: Sequence[Tensor], rules: Sequence[Rule]) -> dic
             continue
         splits = layout_of(mesh, tensor.fqn, tensor.shape, rules).splits
         parts = [f"dim {d} by {', '.join(names[m] for m in split)}" for d, split in enumerate(splits) if split]
-        ways["; ".join(parts) or "replicated"] += 1
+        ways[" and ".join(parts) or "replicated"] += 1
     return {
         "mesh": dict(zip(names, mesh.shape, strict=True)),
         "ranks": len(mesh.ranks),
@@ -119,8 +119,8 @@ def _show(console: Console, job: Job, value: dict[str, Any], figures: Sequence[F
     console.print(_rest(job, figures))
     widths = ", ".join(f"{width / GB:g}" for width in job.bandwidths)
     console.print(
-        f"Per rank; root is rank 0. Messages: of the rank that sends most; PyTorch's are collective calls. Peak: above "
-        f"what was in use. Time: at {widths} GB/s of each rank in and out, {seconds(job.latency)} a message.",
+        f"Per rank; root is rank 0. Messages: of the rank that sends most; PyTorch's are collective calls.\n"
+        f"Peak: above what was in use. Time: {widths} GB/s of each rank, {seconds(job.latency)} a message.",
         style="dim",
         markup=False,
     )

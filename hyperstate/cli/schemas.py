@@ -10,15 +10,13 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.container import shape_of
-from ..checkpoint.folder import read_manifest
-from ..checkpoint.storage import open_store
 from ..metadata import SavedEntries, neutral
 from ..readers import read
 from ..schema import DTYPES
 from ..simulate import Tensor
 from .common import RefusedError
+from .contents import METADATA, Opened, is_of_optimizer, open_contents
 
-_OPTIMIZER = ("optim.", "optimizer.", "state.", "param_group.", "param_groups.")
 _BUFFERS = ("running_mean", "running_var", "inv_freq")
 _EXAMPLE = '{"layers.0.weight": {"dtype": "bfloat16", "shape": [4096, 4096]}}'
 
@@ -32,19 +30,20 @@ def read_schema(path: Path) -> list[Tensor]:
     name = str(path)
     if name.endswith(".json") and not name.endswith(".safetensors.index.json") and path.name != manifest.NAME:
         found = _of_json(path)
-    elif "://" in name or (path / manifest.NAME).is_file():
-        found = _of_manifest(read_manifest(open_store(path)))
-    else:
+    elif (path / ".rank0_metadata").is_file() and not (path / METADATA).is_file():  # HyperParallel's
         found = _of_entries(read(path, 0, "model").entries)
+    else:
+        with open_contents(path) as opened:
+            found = _of_contents(opened)
     if not found:
         raise RefusedError(f"{path} holds no tensor of a model")
     return sorted(found, key=lambda tensor: tensor.fqn)
 
 
-def _of_manifest(saved: manifest.Manifest) -> list[Tensor]:
+def _of_contents(opened: Opened) -> list[Tensor]:
     """If nothing was sharded, the model was a plain one, and which tensors are parameters is not known."""
-    tensors = [tensor for tensor in saved.tensors if tensor.section == "model"]
-    told = any(tensor.sharded for tensor in tensors)
+    tensors = [tensor for tensor in opened.contents.tensors if tensor.section == "model"]
+    told = opened.format == "hyperstate" and any(tensor.sharded for tensor in tensors)
     return [Tensor(t.name, t.dtype, t.shape, t.sharded if told else _is_parameter(t.name, t.dtype)) for t in tensors]
 
 
@@ -55,11 +54,6 @@ def _of_entries(entries: SavedEntries) -> list[Tensor]:
             dtype = neutral(saved.dtype)
             found.append(Tensor(key, dtype, saved.shape, _is_parameter(key, dtype)))
     return found
-
-
-def is_of_optimizer(key: str) -> bool:
-    """Whether a checkpoint of another library keeps optimizer state under `key`."""
-    return key.startswith(_OPTIMIZER)
 
 
 def _is_parameter(fqn: str, dtype: str) -> bool:

@@ -19,7 +19,7 @@ from .contents import format_of, open_contents
 
 
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, a file or folder of safetensors.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, safetensors, MindSpore's .ckpt.")],
     json: Json = None,
 ) -> None:
     """Read all of a checkpoint and say whether it is whole: headers, sizes, every element of every tensor once, and

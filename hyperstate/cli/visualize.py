@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..drawing import Drawn, colour, drawn
-from ..layout import Mesh
+from ..layout import Mesh, whole
 from ..picture import Picture
 from ..placement import Rule, check_names, layout_of, parse_mesh, parse_rule
 from .common import Json, RefusedError, check_target, refusing, report, write
@@ -97,6 +97,9 @@ def _of_files(path: Path) -> Picture:
             for one in opened.contents.tensors
         ]
         names = opened.files
+        if made and not any(one.regions for one in made):
+            names = (path.name,)
+            made = [Drawn(one.name, one.dtype, one.shape, ((whole(one.shape), (0,)),)) for one in made]
     if not made:
         raise RefusedError(f"{path} holds no tensor")
     return Picture(f"{path.name or path}: {len(made)} tensors in {len(names)} files", tuple(made), names)

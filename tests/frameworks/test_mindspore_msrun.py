@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -58,10 +59,8 @@ def run(folder, what, ranks=2, **variables):
     try:
         status = process.wait(LIMIT_S)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     found = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
     return found, status
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint import state_dict as dsd
 
 import hyperstate as hs
 from hyperstate.checkpoint import convert, origins
+from hyperstate.cli.example import fetch
 from hyperstate.testing import Pool
 from hyperstate_torch.kit import Kit
 
@@ -224,3 +226,61 @@ def test_transformers_loads_what_was_exported(kind: str, tmp_path: Path) -> None
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, loaded(tokens).logits)
+
+
+# -- files that nobody here wrote ----------------------------------------------------------------------
+
+
+class Speaker(torch.nn.Module):
+    """The net of resemblyzer 0.1.4, as its package describes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.similarity_weight = torch.nn.Parameter(torch.zeros(1))
+        self.similarity_bias = torch.nn.Parameter(torch.zeros(1))
+        self.lstm = torch.nn.LSTM(40, 256, 3, batch_first=True)
+        self.linear = torch.nn.Linear(256, 256)
+
+
+def test_a_real_training_checkpoint_goes_through_every_format(tmp_path: Path) -> None:
+    """Weights, Adam's moments and steps; then PyTorch's own load of both dicts takes them back unchanged."""
+    held = torch.load(fetch(), weights_only=True, map_location="cpu")
+    first, second = Speaker(), Speaker()
+    pairs = [(net, torch.optim.Adam(net.parameters(), lr=0.5, foreach=False)) for net in (first, second)]
+    hs.set_state_dict(
+        *pairs[0],
+        model_state_dict=held["model_state"],
+        optim_state_dict=held["optimizer_state"],
+        options=hs.StateDictOptions(full_state_dict=True),
+    )
+    hs.save(tmp_path / "a", *pairs[0], extra={"step": held["step"]})
+    convert(tmp_path / "a", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "b")
+    assert held["step"] == hs.load(tmp_path / "b", *pairs[1]).extra["extra"]["step"]
+    assert held["model_state"].keys() == second.state_dict().keys()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in held["model_state"].items())
+    numbers = held["optimizer_state"]["param_groups"][0]["params"]
+    found = pairs[1][1].state_dict()["state"]
+    for position, number in enumerate(numbers):
+        slots = held["optimizer_state"]["state"][number]
+        assert slots.keys() == found[position].keys()
+        for key, value in slots.items():
+            assert torch.equal(torch.as_tensor(value, dtype=torch.float32), torch.as_tensor(found[position][key])), key
+
+
+def test_a_real_file_of_safetensors_goes_through_every_format(tmp_path: Path) -> None:
+    """silero-vad 6.2.3: sixteen kilohertz, as published."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
+    subprocess.run([*command, "silero-vad==6.2.3"], check=True, timeout=120)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("silero_vad_16k.safetensors")]
+        (tmp_path / "in.safetensors").write_bytes(wheel.read(name))
+    way = [("own", "own"), ("dcp", "dcp"), ("own2", "own"), ("c.ckpt", "ckpt"), ("hf", "safetensors"), ("own3", "own")]
+    source = tmp_path / "in.safetensors"
+    for target, to in [*way, ("out.safetensors", "safetensors")]:
+        convert(source, tmp_path / target, to=to, file_bytes=200_000)
+        source = tmp_path / target
+    wanted, found = load_file(tmp_path / "in.safetensors"), load_file(source)
+    assert len(list((tmp_path / "hf").glob("model-*"))) > 1
+    assert wanted.keys() == found.keys()
+    assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in wanted.items())

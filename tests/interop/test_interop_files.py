@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as dsd
-from twins import OPTIMIZERS, TWINS, assert_close, bits, optimizer, read
+from twins import TWINS, assert_close, bits, optimizer, read
 
 import hyperstate as hs
 from hyperstate.checkpoint import convert
@@ -22,6 +22,10 @@ from hyperstate.testing import Pool
 
 BODIES = Path(__file__).with_name("bodies_files.py")
 OTHER = {"torch": "mindspore", "mindspore": "torch"}
+
+
+KINDS = [(net, "AdamW") for net in TWINS] + [("Linear", name) for name in ("SGD (Momentum)", "RMSprop", "Adagrad")]
+"""test_interop_state.py tries all optimizers; a file carries what it carries."""
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +78,7 @@ def test_mindspores_loader_reads_what_pytorch_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["torch", "mindspore"])
-@pytest.mark.parametrize(
-    ("name", "kind"), [(net, "AdamW") for net in TWINS if net != "Linear"] + [("Linear", name) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_a_file_carries_every_layer_and_optimizer(name: str, kind: str, source: str, tmp_path: Path) -> None:
     ms.set_device("CPU")
     twin, other = TWINS[name], OTHER[source]
@@ -131,3 +133,44 @@ def test_a_checkpoint_of_dcp_goes_into_mindspore(tmp_path: Path) -> None:
     hs.load(tmp_path / "own", there, fresh)
     assert bits(read(net, trained)[0]) == bits(read(there, fresh)[0])
     assert bits(read(net, trained)[1]["state"]) == bits(read(there, fresh)[1]["state"])
+
+
+@pytest.mark.parametrize("way", ["plain", "sliced", "with a checksum"])
+def test_mindspores_ckpt_files_are_read(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "large": ms.Tensor(np.arange(3000, dtype=np.float32).reshape(30, 100)),
+        "one": ms.Tensor(3.0, ms.float32),
+        "half": ms.Tensor(np.arange(6).reshape(2, 3), ms.bfloat16),
+        "flags": ms.Tensor(np.array([True, False])),
+        "count": ms.Tensor(np.array([5], np.int64)),
+    }
+    if way == "sliced":
+        monkeypatch.setattr(ms.train.serialization, "SLICE_SIZE", 1)
+    rows = [{"name": name, "data": value} for name, value in values.items()]
+    ms.save_checkpoint(rows, str(tmp_path / "in.ckpt"), crc_check=way == "with a checksum", append_dict={"epoch": 3})
+    convert(tmp_path / "in.ckpt", tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "out.safetensors", to="safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert sorted([*values, "epoch"]) == sorted(found)
+    for name, value in values.items():
+        assert bits(value) == bits(found[name]), name
+
+
+def test_mindspore_reads_the_ckpt_files_that_we_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a tensor is cut into slices."""
+    from hyperstate.checkpoint import ckpt, origins
+
+    monkeypatch.setattr(origins, "BLOCK", 256)
+    monkeypatch.setattr(ckpt, "SLICE", 1000)
+    net = TWINS["mixed"].build("torch", 0)
+    hs.save(tmp_path / "own", net)
+    convert(tmp_path / "own", tmp_path / "out.ckpt", to="ckpt")
+    found = ms.load_checkpoint(str(tmp_path / "out.ckpt"))
+    wanted = net.state_dict()
+    assert sorted(wanted) == sorted(found)
+    for name, value in wanted.items():
+        assert bits(value) == bits(found[name]), name
+    convert(tmp_path / "out.ckpt", tmp_path / "back")
+    other = TWINS["mixed"].build("torch", 1)
+    hs.load(tmp_path / "back", other)
+    assert bits(wanted) == bits(other.state_dict())

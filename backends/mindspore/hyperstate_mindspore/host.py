@@ -20,6 +20,8 @@ from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Box
 from hyperstate.schema import DTYPES
 
+from .float8 import decoded, encoded
+
 Array = npt.NDArray[Any]
 
 _SPELLINGS = {"bool": "bool_"}
@@ -178,8 +180,10 @@ def converted(array: Array, source: str, target: str) -> Array:
     """Values of one dtype in another, rounded to nearest."""
     if source == target:
         return array
-    if "float8" in source or "float8" in target:
-        raise UnsupportedConfigurationError(f"MindSpore can't convert {source} to {target} on the host")
+    if source.startswith("float8"):
+        return converted(decoded(array, source), "float32", target)
+    if target.startswith("float8"):
+        return encoded(converted(array, source, "float32"), target)
     with np.errstate(all="ignore"):  # out of range becomes infinite, as the framework's own cast does
         if "bfloat16" in (source, target):  # NumPy knows its way to and from float32 alone
             array = array.astype(np.float32)

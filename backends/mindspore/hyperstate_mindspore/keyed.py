@@ -1,6 +1,8 @@
 """Optimizers of a user's own that keep state as PyTorch's do: any values in ``optimizer.state[parameter]``.
 
-``mindspore.experimental.optim.Optimizer`` makes that dict and leaves it to derived classes.
+``mindspore.experimental.optim.Optimizer`` makes that dict and leaves it to derived classes. A class may say how it
+keeps new state of sharded parameters (``state_form = "sharded"``, "local" if it says nothing), and which state its first
+step makes (``state_keys = ("step", ...)``).
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ class Keyed(Grouped):
     @staticmethod
     def _shown(param: Any, value: Any) -> Any:
         return layouts.trimmed(param, value) if isinstance(value, ms.Tensor) else value
+
+    def state_keys(self, _group: int) -> Sequence[str] | None:
+        """What the class says of itself."""
+        found: Sequence[str] | None = getattr(type(self.optimizer), "state_keys", None)
+        return found
 
     def fresh_form(self) -> str:
         """What the class says of itself: ``state_form = "sharded"``, or "local" as for any."""

@@ -82,7 +82,8 @@ class Own(Optimizer):  # type: ignore[misc]  # likewise
     """An optimizer of a user's own: updates every parameter that has a gradient, in NumPy."""
 
     state_form = "sharded"
-    """What `hyperstate_mindspore.keyed` reads: moments are sharded tensors, as their parameters are."""
+    """Moments are sharded tensors, as their parameters are (`hyperstate_mindspore.keyed`)."""
+    state_keys: ClassVar[Sequence[str] | None] = None
     more: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
@@ -123,10 +124,13 @@ class Custom(Own):
 class Sgd(Own):
     """Plain descent without state."""
 
+    state_keys = ()
+
 
 class Momentum(Own):
     """Descent along a running sum of gradients, ``momentum_buffer``."""
 
+    state_keys = ("momentum_buffer",)
     more: ClassVar[Mapping[str, Any]] = {"momentum": 0.9}
 
     def update(self, param: Any, gradient: Floats, group: Any) -> None:
@@ -139,14 +143,14 @@ class Adam(Own):
     """Adam with ``exp_avg`` and ``exp_avg_sq`` of the parameter's shape, and a 0-d tensor ``step``."""
 
     more: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.999), "eps": 1e-8}
-    names = ("exp_avg", "exp_avg_sq")
+    state_keys = ("step", "exp_avg", "exp_avg_sq")
 
     def update(self, param: Any, gradient: Floats, group: Any) -> None:
         slots = self.state[param]
         gradient = gradient.astype(np.float32)
         step = int(slots["step"]) + 1 if slots else 1
         slots["step"] = self.counter(step)
-        first, second = (self.moment(param, name, gradient) for name in self.names)
+        first, second = (self.moment(param, name, gradient) for name in self.state_keys[1:])
         a, b = group["betas"]
         first[...] = a * first + (1 - a) * gradient
         second[...] = b * second + (1 - b) * gradient * gradient
@@ -164,7 +168,7 @@ class LocalAdam(Adam):
 
     state_form = "local"
     more: ClassVar[Mapping[str, Any]] = {"betas": (0.9, 0.999)}
-    names = ("m", "v")
+    state_keys = ("step", "m", "v")
 
     @staticmethod
     def counter(steps: int) -> Any:

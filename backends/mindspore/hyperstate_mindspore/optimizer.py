@@ -16,7 +16,7 @@ from .keyed import Keyed, keeps_by_parameter
 from .legacy import Legacy
 from .neutral import NeutralPart
 from .parts import Grouped, Part
-from .rules import layouts, state_keys
+from .rules import layouts
 
 WRAPPERS = {"LARS": "opt", "OptTFTWrapper": "opt"}
 """Optimizers around another one that keep nothing that training needs, and the attribute with the other one."""
@@ -136,7 +136,8 @@ class MindSporeOptimizer:
         """For each optimizer, the state keys that its class makes with its fields; None for an unknown class."""
         found: list[Sequence[str] | None] = []
         for part in self._parts:
-            keys = [state_keys(type(part.optimizer), part.fields(n)) for n in range(len(part.groups))]
+            inner = part.part if isinstance(part, NeutralPart) else part
+            keys = [inner.state_keys(n) for n in range(len(part.groups))]
             known = [key for group in keys for key in group or ()]
             renamed = part.renamed(dict.fromkeys(known)) if isinstance(part, NeutralPart) else known
             found.append(None if None in keys else list(dict.fromkeys(renamed)))

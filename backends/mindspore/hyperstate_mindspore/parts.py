@@ -15,7 +15,7 @@ from hyperstate.schema import TensorSpec, keeps_meaning
 from . import layouts
 from .fields import InDict, InTensor, Pairs, Spot, copied, refused
 from .host import neutral_dtype
-from .rules import COUNTERS, IMPLEMENTATION, known
+from .rules import COUNTERS, IMPLEMENTATION, known, state_keys
 
 Fields = dict[str, Any]
 
@@ -110,6 +110,10 @@ class Part:
     def shared(self) -> dict[str, Any]:
         """Live counters and tables."""
         return dict(self.counters)
+
+    def state_keys(self, group: int) -> Sequence[str] | None:
+        """The state keys that the class makes for parameters of a group; None for an unknown class."""
+        return state_keys(type(self.optimizer), self.fields(group))
 
     def fresh_form(self) -> str:
         """How new state of a sharded parameter is kept: as a plain tensor like the shard, on which optimizers run."""

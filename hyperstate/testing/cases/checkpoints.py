@@ -186,7 +186,7 @@ def values_keep_their_types(kit: Kit) -> None:
     optimizer = kit.optimizer(model, "custom")
     other = build(kit, "fsdp", start=900.0)
     target = kit.optimizer(other, "custom")
-    odd = {
+    odd: dict[Any, Any] = {
         "flag": True,
         "one": 1,
         "none": None,

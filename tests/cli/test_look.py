@@ -1,0 +1,263 @@
+"""`hyperstate inspect`, `diff`, `verify` and `visualize` on checkpoints that real ranks saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyperstate.checkpoint import convert
+from hyperstate.testing import Pool
+
+BODIES = Path(__file__).with_name("bodies_look.py")
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints: `fsdp` and `hsdp` are of one state, the others each of another."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Pool("numpy", 4) as pool:
+
+        def save(name: str, shape: list[int], names: list[str], **change: Any) -> None:
+            pool.run(BODIES, "save", folder=str(folder / name), shape=shape, names=names, **change)
+
+        save("fsdp", [4], ["fsdp"], first=2.0)
+        save("hsdp", [2, 2], ["replica", "fsdp"], first=2.0)
+        save("near", [4], ["fsdp"], first=2.5)
+        save("faster", [4], ["fsdp"], first=2.0, lr=0.5)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved / "fsdp", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.fixture
+def hugging_face(saved: Path, tmp_path: Path) -> Path:
+    convert(saved / "fsdp", tmp_path / "hf", to="safetensors", file_bytes=150)
+    return tmp_path / "hf"
+
+
+def safetensors(path: Path, **tensors: tuple[str, list[int]]) -> None:
+    """A file of zeros, written after the format's description."""
+    header, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * int(dtype[1:]) // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+
+# -- inspect -----------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_the_tree_with_dtypes_shapes_and_cuts(hyperstate: Run, saved: Path) -> None:
+    done = hyperstate("inspect", saved / "fsdp")
+    assert (0, "") == (done.code, done.err)
+    assert "model  9 tensors, 384 B" in done.out
+    assert "│   │   └── weight  float32 [7, 5]  140 B  4 regions along dim 0" in done.out
+    assert "├── num_batches_tracked  int64 []  8 B" in done.out
+    assert "optim  12 tensors, 640 B" in done.out
+    assert "param group 0: 6 parameters (" in done.out and "lr=0.01" in done.out
+
+
+def test_inspect_tells_which_file_holds_which_region(hyperstate: Run, saved: Path) -> None:
+    found = hyperstate("inspect", saved / "fsdp", "--filter", "layers.0.weight", "--json", "-").json()
+    (tensor,) = found["tensors"]
+    assert ("float32", [7, 5], 140, True) == (tensor["dtype"], tensor["shape"], tensor["nbytes"], tensor["sharded"])
+    assert [([0, 0], [2, 5]), ([2, 0], [4, 5]), ([4, 0], [6, 5]), ([6, 0], [7, 5])] == [
+        (start, stop) for _, start, stop in tensor["chunks"]
+    ]
+    assert 4 == len({file for file, *_ in tensor["chunks"]})
+    text = hyperstate("inspect", saved / "fsdp", "--filter", "layers.0.weight", "--held").out
+    assert "[2:4, 0:5] in model/shard-00002" in text
+
+
+def test_inspect_sums_below_a_depth_and_keeps_to_a_section(hyperstate: Run, saved: Path) -> None:
+    text = hyperstate("inspect", saved / "fsdp", "--depth", 1, "--section", "model").out
+    assert "├── layers  4 tensors, 264 B" in text
+    assert "optim " not in text
+
+
+def test_inspect_reads_a_folder_of_safetensors(hyperstate: Run, hugging_face: Path) -> None:
+    done = hyperstate("inspect", hugging_face, "--json", "-")
+    found = done.json()
+    assert ("safetensors", 9) == (found["format"], len(found["tensors"]))
+    assert 1 < len(found["files"])
+    assert 384 == sum(file["nbytes"] for file in found["files"]) == found["nbytes"]
+
+
+def test_a_mindspore_file_is_inspected_compared_verified_planned_for_and_drawn(
+    hyperstate: Run, saved: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.ckpt"
+    convert(saved / "fsdp", path, to="ckpt")
+    found = hyperstate("inspect", path, "--json", "-").json()
+    assert ("MindSpore", 9, 384) == (found["format"], len(found["tensors"]), found["nbytes"])
+    assert 0 == hyperstate("diff", saved / "fsdp", path, "--filter", "layers.*").code
+    assert "WHOLE: MindSpore, 9 tensors" in hyperstate("verify", path).out
+    planned = hyperstate("plan", path, "--from", "fsdp=2", "--json", "-").json()
+    assert {"dim 0 by fsdp": 6, "plain": 3} == planned["from"]["tensors"]
+    assert [384] == hyperstate("visualize", path, "--json", "-").json()["memory"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "visualize", "diff"])
+def test_where_there_is_no_checkpoint_one_line_says_so(hyperstate: Run, tmp_path: Path, command: str) -> None:
+    for path, said in ((tmp_path / "none", "no such file or folder"), (tmp_path, "holds neither")):
+        done = hyperstate(command, path, *([path] if command == "diff" else []))
+        assert (2, "") == (done.code, done.out)
+        assert said in done.err
+        assert 1 == len(done.err.strip().splitlines())
+
+
+# -- diff --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [[], ["--digest"]])
+def test_one_state_from_two_meshes_is_equal(hyperstate: Run, saved: Path, mode: list[str]) -> None:
+    done = hyperstate("diff", saved / "fsdp", saved / "hsdp", *mode)
+    assert (0, "EQUAL: 27 names compared, 0 differences\n", "") == done
+
+
+def test_diff_names_the_value_how_far_it_is_off_and_where(hyperstate: Run, saved: Path) -> None:
+    done = hyperstate("diff", saved / "fsdp", saved / "near")
+    assert 1 == done.code
+    # Between 2.0 and 2.5 lie 2**21 float32 numbers.
+    assert "layers.0.bias: 1 of 7 elements, at most 0.5, 2,097,152 ulp; first at 2\n" in done.out
+    assert done.out.endswith("DIFFERENT: 27 names compared, 1 difference\n")
+
+
+def test_diff_by_digest_only_says_that_values_differ(hyperstate: Run, saved: Path) -> None:
+    for other in ("near", "hsdp"):
+        done = hyperstate("diff", saved / other, saved / "near", "--digest", "--json", "-")
+        names = [one["name"] for one in done.json()["differences"]]
+        assert (0, []) == (done.code, names) if other == "near" else (1, ["layers.0.bias"]) == (done.code, names)
+
+
+def test_diff_sees_fields_of_param_groups(hyperstate: Run, saved: Path) -> None:
+    found = hyperstate("diff", saved / "fsdp", saved / "faster", "--json", "-").json()
+    names = [one["name"] for one in found["differences"] if one["name"].startswith("param_group")]
+    assert 6 == len(names)
+    assert "param_group.layers.0.bias.lr" in names
+
+
+def test_diff_over_formats_tells_what_only_one_side_has(hyperstate: Run, saved: Path, hugging_face: Path) -> None:
+    found = hyperstate("diff", saved / "fsdp", hugging_face, "--json", "-").json()
+    assert {"missing"} == {one["kind"] for one in found["differences"]}
+    assert all(one["name"].startswith("state.") for one in found["differences"])
+    assert 0 == hyperstate("diff", saved / "fsdp", hugging_face, "--filter", "layers.*").code
+    turned = hyperstate("diff", hugging_face, saved / "fsdp", "--json", "-").json()
+    assert {"unexpected"} == {one["kind"] for one in turned["differences"]}
+
+
+def test_diff_tells_shapes_and_dtypes(hyperstate: Run, tmp_path: Path) -> None:
+    safetensors(tmp_path / "x.safetensors", a=("F32", [2, 3]), b=("F32", [4]))
+    safetensors(tmp_path / "y.safetensors", a=("F32", [3, 2]), b=("F16", [4]))
+    found = hyperstate("diff", tmp_path / "x.safetensors", tmp_path / "y.safetensors", "--json", "-").json()
+    assert [("shape", "a", "[2, 3]", "[3, 2]"), ("dtype", "b", "float32", "float16")] == [
+        (one["kind"], one["name"], one["first"], one["second"]) for one in found["differences"]
+    ]
+
+
+# -- verify ------------------------------------------------------------------------------------------
+
+
+def test_verify_says_that_a_checkpoint_is_whole(hyperstate: Run, saved: Path, hugging_face: Path) -> None:
+    assert (0, "WHOLE: hyperstate, 8 files, 21 tensors, 1.0 KiB\n", "") == hyperstate("verify", saved / "fsdp")
+    done = hyperstate("verify", hugging_face)
+    assert 0 == done.code
+    assert "9 tensors, 384 B; the format has no checksums" in done.out
+
+
+def test_verify_finds_one_wrong_bit_and_names_it(hyperstate: Run, copy: Path) -> None:
+    file = sorted(copy.glob("model/*.safetensors"))[1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    done = hyperstate("verify", copy)
+    assert 1 == done.code
+    assert done.out.startswith("DAMAGED: hyperstate\n")
+    assert f"model/{file.name}: bytes" in done.out and "are not those that were written" in done.out
+
+
+def test_verify_finds_a_missing_and_a_cut_file(hyperstate: Run, copy: Path) -> None:
+    first, second = sorted(copy.glob("model/*.safetensors"))[:2]
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    done = hyperstate("verify", copy, "--json", "-")
+    assert 1 == done.code
+    assert not done.json()["whole"]
+    assert f"{first.name} is missing" in done.json()["problems"]
+
+
+# -- visualize ---------------------------------------------------------------------------------------
+
+
+def test_visualize_draws_what_the_files_hold(hyperstate: Run, saved: Path) -> None:
+    done = hyperstate("visualize", saved / "fsdp", "--json", "-")
+    found = done.json()
+    assert 8 == len(found["holders"])
+    assert 384 + 640 == sum(found["memory"])
+    assert "memory per file" in hyperstate("visualize", saved / "fsdp").out
+
+
+def test_visualize_draws_what_a_mesh_would_hold(hyperstate: Run, saved: Path) -> None:
+    found = hyperstate("visualize", saved / "fsdp", "--mesh", "fsdp=2", "--json", "-").json()
+    kinds = {kind["name"]: kind["regions"] for kind in found["kinds"]}
+    assert [[[0, 0], [4, 5], [0]], [[4, 0], [7, 5], [1]]] == kinds["layers.0.weight"]
+    # Buffers are plain: they are on both ranks.
+    assert [[[0], [7], [0, 1]]] == kinds["norm.running_mean"]
+
+
+def test_visualize_draws_a_mesh_alone(hyperstate: Run) -> None:
+    done = hyperstate("visualize", "--mesh", "dp=2,tp=2")
+    assert (0, "") == (done.code, done.err)
+    assert "mesh dp=2, tp=2: 4 ranks" in done.out
+
+
+def test_visualize_writes_a_page(hyperstate: Run, saved: Path, tmp_path: Path) -> None:
+    done = hyperstate("visualize", saved / "fsdp", "--html", tmp_path / "page.html")
+    assert 0 == done.code
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a checkpoint, or a mesh"),
+        (["--mesh", "pp=2"], "'pp' is unknown"),
+        (["--mesh", "fsdp=2", "--html", "none/page.html"], "can't be written"),
+    ],
+)
+def test_what_can_t_be_drawn_is_one_line(hyperstate: Run, words: list[str], said: str) -> None:
+    done = hyperstate("visualize", *words)
+    assert (2, "") == (done.code, done.out)
+    assert said in done.err
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium, google-chrome) is installed")
+def test_a_browser_shows_the_whole_page(hyperstate: Run, saved: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    hyperstate("visualize", saved / "fsdp", "--mesh", "replica=2,fsdp=2", "--html", page)
+    shot = tmp_path / "page.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=940,1400", "--hide-scrollbars"]
+    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
+    subprocess.run([*command, page.as_uri()], capture_output=True, timeout=120, check=True)
+    assert shot.read_bytes().startswith(b"\x89PNG") and shot.stat().st_size > 10_000
+    dom = subprocess.run(
+        [*command[:-1], "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert page.read_text(encoding="utf-8").count("<rect") == dom.count("<rect")
