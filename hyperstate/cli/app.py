@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .convert import convert
 from .demo import Choice, RefusedError, run
 from .diff import diff
 from .doctor import doctor
@@ -40,7 +41,7 @@ def hyperstate(
     """The state of sharded training: get it, set it, move it between meshes."""
 
 
-for _command in (doctor, inspect, diff, verify, plan, visualize):
+for _command in (doctor, inspect, diff, verify, convert, plan, visualize):
     app.command()(_command)
 
 

@@ -106,8 +106,12 @@ def the_keeper_of_the_store_is_missed_at_each_call(kit):
     while control.add("ready", 0) < kit.world:
         time.sleep(0.01)
     if kit.rank == 0:
+        while not control.add("seen", 0):  # until the other has left the loop above
+            time.sleep(0.01)
+        time.sleep(0.5)
         kit.die()
-    time.sleep(1.0)
+    control.add("seen", 1)
+    time.sleep(2.0)
     texts = [
         raised(hs.TransferError, control.set, "key", b"value"),
         raised(hs.TransferError, control.get, "key", 1.0),

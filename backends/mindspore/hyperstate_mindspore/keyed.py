@@ -1,8 +1,8 @@
 """Optimizers of a user's own that keep state as PyTorch's do: any values in ``optimizer.state[parameter]``.
 
 ``mindspore.experimental.optim.Optimizer`` makes that dict and leaves it to derived classes. A class may say how it
-keeps new state of sharded parameters (``state_form = "sharded"``, "local" if it says nothing), and which state its first
-step makes (``state_keys = ("step", ...)``).
+keeps new state of sharded parameters (``state_form = "sharded"``; "local" if it says nothing), and which state its
+first step makes (``state_keys = ("step", ...)``).
 """
 
 from __future__ import annotations
