@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     )
     from .flatten import flatten_optim_state_dict
     from .options import StateDictOptions
+    from .pictures.visualize import visualize_sharding
     from .setters import IncompatibleKeys
     from .statelayout import register_state_layout
-    from .visualize import visualize_sharding
 
 _HOMES = {
     "api": (
@@ -78,7 +78,7 @@ _HOMES = {
     "options": ("StateDictOptions",),
     "setters": ("IncompatibleKeys",),
     "statelayout": ("register_state_layout",),
-    "visualize": ("visualize_sharding",),
+    "pictures.visualize": ("visualize_sharding",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -110,7 +110,7 @@ class Stage:
     rounds: tuple[Round, ...]
 
 
-def _choose(holders: tuple[int, ...], target: Layout, rank: int, forward: bool) -> int:
+def choose(holders: tuple[int, ...], target: Layout, rank: int, forward: bool) -> int:
     """Which of `holders` serves `rank`: itself, else the nearest rank (most often the same machine).
 
     In a forwarding stage, replica group i of the target is served by group i of the source, so that no
@@ -131,7 +131,7 @@ def incoming(shape: Shape, source: Layout, target: Layout, me: int, forward: boo
     for box, holders in source.shards(shape):
         common = intersect(box, mine)
         if common is not None:
-            copies.append(Copy(_choose(holders, target, me, forward), common))
+            copies.append(Copy(choose(holders, target, me, forward), common))
     return tuple(copies)
 
 
@@ -146,7 +146,7 @@ def outgoing(shape: Shape, source: Layout, target: Layout, me: int, forward: boo
     for rank in target.mesh.ranks:
         box = target.box(shape, rank)
         common = intersect(mine, box) if box is not None else None
-        if common is not None and rank != me and _choose(holders, target, rank, forward) == me:
+        if common is not None and rank != me and choose(holders, target, rank, forward) == me:
             copies.append(Copy(rank, common))
     return tuple(copies)
 
@@ -211,14 +211,14 @@ def _plan_stage(moves: tuple[Move, ...], me: int, limit: int) -> Stage:
     rounds: list[Round] = []
     for pieces, side in ((sends, "sends"), (recvs, "recvs")):
         for peer in sorted(pieces):
-            for n, message in enumerate(_messages(pieces[peer], moves, limit)):
+            for n, message in enumerate(messages(pieces[peer], moves, limit)):
                 while len(rounds) <= n:
                     rounds.append(Round())
                 getattr(rounds[n], side)[peer] = message
     return Stage(moves, tuple(local), tuple(rounds))
 
 
-def _messages(pieces: Sequence[Piece], moves: Sequence[Move], limit: int) -> Iterator[Message]:
+def messages(pieces: Sequence[Piece], moves: Sequence[Move], limit: int) -> Iterator[Message]:
     """Cut the regions for one pair of ranks into messages of at most `limit` payload bytes."""
     message, room = Message(), limit
     sizes: dict[tuple[int, str], int] = {}  # by identity of the box: pieces of one route share it

@@ -20,12 +20,12 @@ from .collect import Held, add_optimizer, hold_model
 from .describe import Values, rebuild
 from .errors import HyperstateError, IncompatibleStateError, InvalidStateDictError, UnsupportedConfigurationError
 from .flows import first_of
+from .foreign.metadata import Saved, SavedEntries, neutral
+from .foreign.readers import read
 from .fqn import split_key
 from .layout import whole
-from .metadata import Saved, SavedEntries, neutral
 from .optimkeys import Named, OptimKeys, Path, read_keys
 from .options import StateDictOptions, read_options
-from .readers import read
 from .schema import TensorSpec, is_opaque
 from .statelayout import AMBIGUOUS, LOCAL, OPAQUE, fresh_state
 

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..drawing import size
 from ..errors import HyperstateError
+from ..pictures.drawing import size
 
 DIFFERENT, REFUSED = 1, 2
 """Exit codes besides 0: there are differences or damage; the command could not do what was asked."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import unpickle
 from ..checkpoint import manifest
 from ..checkpoint.converting import open_origin
 from ..checkpoint.manifest import Chunk, Saved, Stored
 from ..checkpoint.origins import Contents, Origin
 from ..errors import CheckpointError
+from ..foreign import unpickle
+from ..foreign.metadata import entries_of, field_of, neutral
 from ..layout import Box
-from ..metadata import entries_of, field_of, neutral
 from ..schema import LEAF, Key
 
 METADATA = ".metadata"

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from ..checkpoint.manifest import Saved
 from ..checkpoint.origins import blocks
-from ..compare import Distance, compare
 from ..schema import DTYPES, Key, alike
 from .common import DIFFERENT, Json, check_target, count, progress, refusing, report
+from .compare import Distance, compare
 from .contents import Opened, open_contents
 
 SHOWN = 40

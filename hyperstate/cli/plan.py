@@ -14,8 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from ..layout import Mesh
-from ..placement import Rule, layout_of, parse_mesh, parse_rule
-from ..simulate import BANDWIDTHS, LATENCY_S, OPERATIONS, OPTIMIZERS, Figures, Job, Tensor, simulate, with_optimizer
+from ..simulate.costs import (
+    BANDWIDTHS,
+    LATENCY_S,
+    OPERATIONS,
+    OPTIMIZERS,
+    Figures,
+    Job,
+    Tensor,
+    simulate,
+    with_optimizer,
+)
+from ..simulate.placement import Rule, layout_of, parse_mesh, parse_rule
 from .common import Json, RefusedError, check_target, count, progress, refusing, report, seconds, size
 from .schemas import read_schema
 

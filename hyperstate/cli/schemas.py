@@ -10,10 +10,10 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.container import shape_of
-from ..metadata import SavedEntries, neutral
-from ..readers import read
+from ..foreign.metadata import SavedEntries, neutral
+from ..foreign.readers import read
 from ..schema import DTYPES
-from ..simulate import Tensor
+from ..simulate.costs import Tensor
 from .common import RefusedError
 from .contents import METADATA, Opened, is_of_optimizer, open_contents
 

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..drawing import Drawn, colour, drawn
 from ..layout import Mesh, whole
-from ..picture import Picture
-from ..placement import Rule, check_names, layout_of, parse_mesh, parse_rule
+from ..pictures.drawing import Drawn, colour, drawn
+from ..pictures.picture import Picture
+from ..simulate.placement import Rule, check_names, layout_of, parse_mesh, parse_rule
 from .common import Json, RefusedError, check_target, refusing, report, write
 from .contents import open_contents
 from .schemas import read_schema

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hyperstate as hs
-from hyperstate.placement import layout_of, parse_mesh
+from hyperstate.simulate.placement import layout_of, parse_mesh
 from hyperstate.testing import Kit
 
 

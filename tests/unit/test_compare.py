@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperstate.compare import STRETCH, Distance, compare
+from hyperstate.cli.compare import STRETCH, Distance, compare
 
 
 def distance(a: bytes, b: bytes, dtype: str) -> Distance:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperstate.errors import CheckpointError, UnsupportedConfigurationError
-from hyperstate.metadata import Saved, entries_of, neutral
-from hyperstate.readers import read as found_by
+from hyperstate.foreign.metadata import Saved, entries_of, neutral
+from hyperstate.foreign.readers import read as found_by
 from hyperstate.schema import DTYPES
 
 

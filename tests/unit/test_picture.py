@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hyperstate as hs
-from hyperstate.drawing import REGIONS, colour, drawn, size, treemap
 from hyperstate.layout import Layout, Mesh
-from hyperstate.picture import Picture
-from hyperstate.placement import layout_of, parse_mesh
+from hyperstate.pictures.drawing import REGIONS, colour, drawn, size, treemap
+from hyperstate.pictures.picture import Picture
+from hyperstate.simulate.placement import layout_of, parse_mesh
 
 SHAPES = {"a.q_proj.weight": (7, 5), "a.o_proj.weight": (4, 6), "a.norm.weight": (9,), "scale": ()}
 

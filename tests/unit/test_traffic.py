@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import layouts
 
-from hyperstate import traffic
 from hyperstate.layout import Layout, Mesh
 from hyperstate.plan import Move, Route, plan, to_ranks
 from hyperstate.schema import DTYPES
-from hyperstate.traffic import traffic_of
+from hyperstate.simulate import traffic
+from hyperstate.simulate.traffic import traffic_of
 
 SMALL = 64 * 1024
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperstate.errors import CheckpointError
-from hyperstate.unpickle import LIMIT, Record, loads
+from hyperstate.foreign.unpickle import LIMIT, Record, loads
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text() | st.binary(),

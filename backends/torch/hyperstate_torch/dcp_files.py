@@ -1,6 +1,6 @@
 """Folders of PyTorch's DCP (``FileSystemWriter``) as a format to convert from and to (`hyperstate.checkpoint.convert`).
 
-The metadata are read by `hyperstate.unpickle`, which runs no pickle, and what stands in the data files by
+The metadata are read by `hyperstate.foreign.unpickle`, which runs no pickle, and what stands in the data files by
 ``torch.load(weights_only=True)``. One chunk of a data file is in memory at a time.
 """
 
@@ -17,14 +17,14 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from hyperstate import unpickle
 from hyperstate.checkpoint.boxes import tiling_fault
 from hyperstate.checkpoint.manifest import Saved, Stored
 from hyperstate.checkpoint.origins import Contents, Origin, blocks
 from hyperstate.errors import CheckpointError
 from hyperstate.flatten import is_flat, unflatten_optim_state_dict
+from hyperstate.foreign import unpickle
+from hyperstate.foreign.metadata import entries_of, field_of, neutral
 from hyperstate.layout import Box, intersect, whole
-from hyperstate.metadata import entries_of, field_of, neutral
 from hyperstate.schema import LEAF, Key, TensorSpec, counter_of, put_together, take_apart, tiny_skeleton
 
 from .tensors import _torch_dtype

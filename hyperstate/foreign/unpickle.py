@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 LIMIT = 1 << 28
 """Bytes: longer metadata is refused."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from .errors import OptionError
-from .layout import Layout, Mesh, Shape
+from ..errors import OptionError
+from ..layout import Layout, Mesh, Shape
 
 MAX_RANKS = 16_384
 SHARDING = ("fsdp", "shard", "dp_shard")

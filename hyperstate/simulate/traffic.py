@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise, product
 from math import gcd
 from typing import NamedTuple
 
-from .layout import Box, Layout, Shape, chunk, intersect
-from .plan import Move, Piece, Route, _messages
-from .schema import DTYPES
+from ..layout import Box, Layout, Shape, chunk, intersect
+from ..plan import Move, Piece, Route, messages
+from ..schema import DTYPES
 
 BUDGET = 1_500_000
 """Comparisons of boxes per stage after which the remaining senders are not looked at; a few seconds' worth."""
@@ -131,7 +131,7 @@ class _Stage:
         boxes = [None if shape is None else Box((0,) * len(shape), shape) for shape in shapes]
         pieces = [Piece(number, box, 0) for number, i in enumerate(self.order) if (box := boxes[i]) is not None]
         nbytes = buffers = rounds = 0
-        for message in _messages(pieces, self.moves, self.limit):
+        for message in messages(pieces, self.moves, self.limit):
             rounds += 1
             buffers += bool(message.packed) + len(message.direct)
             nbytes += message.nbytes
@@ -312,7 +312,7 @@ class _Holders:
         self._spans: dict[int, tuple[int, int]] = {}
         for group in groups.values():
             group.sort()
-            # A tie goes to the lower rank (`plan._choose`).
+            # A tie goes to the lower rank (`plan.choose`).
             ends = [0, *((a + b) // 2 + 1 for a, b in pairwise(group)), 1 << 62]
             self._spans.update(zip(group, pairwise(ends), strict=True))
 

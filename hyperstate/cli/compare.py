@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 
-from .schema import DTYPES
+from ..schema import DTYPES
 
 STRETCH = 4096
 """Bytes compared at once before anything is decoded."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .errors import CheckpointError, UnsupportedConfigurationError
-from .layout import Shape
-from .schema import DTYPES
+from ..errors import CheckpointError, UnsupportedConfigurationError
+from ..layout import Shape
+from ..schema import DTYPES
 from .unpickle import Record
 
 MAX_DIMS = 64

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from .errors import OptionError
-from .layout import Layout, Mesh, Shape
+from ..errors import OptionError
+from ..layout import Layout, Mesh, Shape
+from ..plan import Route, to_ranks
+from ..schema import DTYPES
+from ..transfer import IN_FLIGHT, message_limit
 from .placement import Rule, check_names, layout_of
-from .plan import Route, to_ranks
-from .schema import DTYPES
 from .traffic import traffic_of
-from .transfer import IN_FLIGHT, message_limit
 
 OPERATIONS = (
     "get, full on the root",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..layout import Mesh
 from .drawing import BARS, KINDS, REGIONS, Drawing, Kind, axes_of, rect_of, size
-from .layout import Mesh
 from .page import body, page
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from .layout import Box, Layout, Mesh, Shape, whole
-from .schema import DTYPES
+from ..layout import Box, Layout, Mesh, Shape, whole
+from ..schema import DTYPES
 
 KINDS, REGIONS, BARS, LEAVES = 12, 64, 32, 200
 """The most kinds of tensors, regions of one, bars, and tensors in the map of sizes that are drawn."""

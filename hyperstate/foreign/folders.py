@@ -13,14 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import container, manifest
+from ..checkpoint.folder import read_manifest
+from ..checkpoint.storage import open_store
+from ..errors import CheckpointError
+from ..layout import Shape
+from ..schema import DTYPES, LEAF
 from . import unpickle
-from .checkpoint import container, manifest
-from .checkpoint.folder import read_manifest
-from .checkpoint.storage import open_store
-from .errors import CheckpointError
-from .layout import Shape
 from .metadata import Found, Saved, SavedEntries, entries_of, field_of
-from .schema import DTYPES, LEAF
 
 _SHOWN = 5
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .backend import Backend, choose
+from ..backend import Backend, choose
+from ..errors import InvalidStateDictError
+from ..schema import TensorSpec
 from .drawing import Drawn, drawn
-from .errors import InvalidStateDictError
 from .picture import Picture
-from .schema import TensorSpec
 
 
 def visualize_sharding(state: Any, *, title: str = "") -> Picture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .errors import OptionTypeError
+from ..errors import OptionTypeError
 from .metadata import Found, entries_of
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from ..layout import Mesh
 from .drawing import BARS, KINDS, LEAVES, REGIONS, Drawing, Kind, colour, rect_of, size, treemap
-from .layout import Mesh
 
 WIDTH = 860
 CELL = 34
