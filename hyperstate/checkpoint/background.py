@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import warnings
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import replace
@@ -18,8 +20,9 @@ class Handle:
     """A save under way."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._error: BaseException | None = None
+        self.path = path
+        self.error: BaseException | None = None
+        """What went wrong, once it is over."""
         self.told = False
         """Whether the caller knows how it ended."""
         self._thread: threading.Thread | None = None
@@ -31,7 +34,7 @@ class Handle:
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  # `wait` raises it
-                self._error = error
+                self.error = error
 
         # Where ranks are threads, the new thread is the same rank: it takes over the context.
         self._thread = threading.Thread(target=copy_context().run, args=(run,), name="hyperstate-save")
@@ -49,10 +52,10 @@ class Handle:
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.done():
-            raise CheckpointError(f"the save to {self._path} is not done after {timeout:g} s; it goes on")
+            raise CheckpointError(f"the save to {self.path} is not done after {timeout:g} s; it goes on")
         self.told = True
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 class _Rank:
@@ -65,6 +68,14 @@ class _Rank:
 
 
 _ranks: dict[tuple[str, int], _Rank] = {}
+
+
+@atexit.register
+def _tell() -> None:
+    """At the end of the interpreter, when all saves are over: say which failed without anybody having heard of it."""
+    for last in (rank.last for rank in _ranks.values()):
+        if last is not None and not last.told and last.error is not None:
+            warnings.warn(f"the save to {last.path} failed, and nobody waited for it: {last.error}", stacklevel=2)
 
 
 def _rank(backend: Backend) -> _Rank:

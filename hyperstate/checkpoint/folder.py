@@ -24,6 +24,8 @@ from .manifest import parse as parse_manifest
 from .storage import Reader, Store
 
 STAGE, OLD = ".data-", ".old-"
+_LEFT = re.compile(r"\.data-[0-9a-f]{8,64}|\.old-[0-9a-f]{8,64}-(model|optim)")
+"""What a save may leave behind. Other hidden names are somebody else's."""
 
 
 class Order(NamedTuple):
@@ -98,7 +100,7 @@ def put_in_place(store: Store, manifest: Manifest) -> None:
 
 def _remove_stages(store: Store, keep: Collection[str]) -> None:
     for name in store.names():
-        if name.startswith(OLD) or (name.startswith(STAGE) and name.removeprefix(STAGE) not in keep):
+        if _LEFT.fullmatch(name) and name.removeprefix(STAGE) not in keep:
             store.remove(name)
 
 
@@ -116,18 +118,18 @@ def show(store: Store, order: Order, manifest: Manifest, data: bytes) -> None:
 
 
 def prune(store: Store, keep: int) -> None:
-    """Remove older checkpoints beside this one: of those whose names differ in their last number alone, keep `keep`."""
-    prefix = step_name(store.name)[0]
+    """Keep `keep` checkpoints: this one, and those beside it with the next lower numbers. Higher ones are not older."""
+    prefix, step = step_name(store.name)
     steps = {}
     for name in store.siblings():
         try:
             found = step_name(name)
         except CheckpointError:
             continue
-        if found[0] == prefix and name != store.name and store.sibling(name).size(NAME) is not None:
+        if found[0] == prefix and found[1] < step and store.sibling(name).size(NAME) is not None:
             steps[name] = found[1]
     newest = sorted(steps, key=lambda name: steps[name], reverse=True)
-    for name in newest[max(keep - 1, 0) :]:
+    for name in newest[keep - 1 :]:
         erase(store.sibling(name))
 
 
@@ -147,7 +149,7 @@ def erase(store: Store) -> None:
     store.remove(NAME)
     store.settle()
     for name in store.names():
-        if name in SECTIONS or name.startswith((STAGE, OLD)):
+        if name in SECTIONS or _LEFT.fullmatch(name):
             store.remove(name)
     if not store.names():
         store.remove("")

@@ -109,8 +109,12 @@ def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
 def _agree(call: Call, faults: list[Fault], match: _Match | None, *, strict: bool) -> list[str]:
     """One verdict on what every rank can tell before it reads. Returns names that no rank has a place for."""
     parts: dict[str, Any] = {} if match is None else match.description()
-    classes = call.describe(faults, parts)
+    classes = call.describe(faults, parts | {"strict": strict})
     found = _same_checkpoint(classes["checkpoint"])
+    if len(classes["strict"]) > 1:
+        said = ", ".join(f"rank {ranks[0]}: {value}" for ranks, value in classes["strict"])
+        text = f"strict= must be the same on all ranks ({said})"
+        raise_faults([*found, Fault(classes["strict"][1][0][0], "DisagreementError", text)], call.what)
     lacking = [set(names) for _, names in classes["lacks"]]
     unexpected = sorted(set.intersection(*lacking))
     if strict:

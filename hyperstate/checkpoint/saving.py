@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,6 +29,7 @@ from ..merge import check_alike, check_groups, merge
 from ..options import StateDictOptions, read_options
 from ..schema import refuse_leaf, take_apart
 from . import folder
+from .aside import Aside
 from .container import SAVE, lay_out
 from .contents import Contents, Piece, contents_of, own_pieces
 from .manifest import PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
@@ -163,7 +164,7 @@ class _Sums:
     """Checksums of buffers, made on a thread beside the writing and the flushing of them."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
+        self._pool = Aside()
         self._sums: list[list[int | Future[int]]] = []
         self._pending: deque[Future[int]] = deque()
 
@@ -171,7 +172,7 @@ class _Sums:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
+        self._pool.__exit__(*error)
 
     def add(self, data: memoryview) -> None:
         """Sum a buffer, which must stay as it is. Waits where many are still to be summed: each is kept until then."""
@@ -249,7 +250,7 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
         if call.me == call.leader and store is not None:
             order = faults.guard(lambda: folder.look(store, os.urandom(16).hex()))
         names = {alias: fqn for alias, fqn in sorted(held.names.items()) if alias != fqn}
-        parts |= {"names": names, "extra": extra, "order": order, "place": [str(wish.path), wish.keep]}
+        parts |= {"names": names, "extra": extra, "order": order, "place": _place(wish, opts)}
         classes = call.describe(faults.found, parts)
         variants = merge(classes["entries"])
         alike = [*check_alike(variants, call.ranks), *check_groups(classes["groups"]), *_one_place(classes["place"])]
@@ -274,12 +275,25 @@ def _check_keep(wish: Wish, store: Store | None) -> None:
     folder.step_name(store.name)
 
 
+def _place(wish: Wish, opts: StateDictOptions) -> dict[str, Any]:
+    """What all ranks must ask for alike."""
+    return {
+        "path": str(wish.path),
+        "keep": wish.keep,
+        "names": opts.names,
+        "ignore_frozen_params": opts.ignore_frozen_params,
+    }
+
+
 def _one_place(places: Any) -> list[Fault]:
-    """Ranks that name different paths, or numbers of checkpoints to keep."""
+    """Ranks that name different paths, numbers of checkpoints to keep, or options."""
     if len(places) == 1:
         return []
-    said = "; ".join(f"rank {ranks[0]}: path {place[0]!r}, keep={place[1]}" for ranks, place in places)
-    return [Fault(places[1][0][0], "DisagreementError", f"the ranks save to different places: {said}")]
+    differ = [name for name, value in places[0][1].items() if any(place[name] != value for _, place in places)]
+    said = "; ".join(
+        f"rank {ranks[0]}: " + ", ".join(f"{name}={place[name]!r}" for name in differ) for ranks, place in places
+    )
+    return [Fault(places[1][0][0], "DisagreementError", f"the ranks ask for different saves: {said}")]
 
 
 def _source(backend: Backend, held: Held, contents: Contents, piece: Piece) -> Source:

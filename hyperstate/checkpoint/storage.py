@@ -8,12 +8,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ..errors import CheckpointError
+from .aside import Aside
 
 BUFFER = 1 << 20
 """Writes of fewer bytes are collected."""
@@ -65,7 +66,7 @@ class Store(Protocol):
         """All of a file; None if there is none."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is none."""
+        """Bytes of a file; None if there is none. What can't be looked at is an error: it may well be there."""
 
     def names(self, name: str = "") -> list[str]:
         """Names in a folder; none if there is no such folder."""
@@ -83,7 +84,7 @@ class Store(Protocol):
         """The store of a folder beside this one."""
 
     def siblings(self) -> list[str]:
-        """Names of all folders beside this one, with it."""
+        """Names of the other folders beside this one. A link is none: what is behind it lies elsewhere."""
 
 
 def open_store(path: Any) -> Store:
@@ -130,7 +131,7 @@ class Local:
         try:
             with _telling(str(path), "write"):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb", buffering=BUFFER) as file, ThreadPoolExecutor(1) as disk:
+                with path.open("xb", buffering=BUFFER) as file, Aside() as disk:
                     flushing = _Flushing(file, disk)
                     yield flushing
                     flushing.finish()
@@ -159,10 +160,11 @@ class Local:
                 return None
 
     def size(self, name: str) -> int | None:
-        try:
-            return (self._root / name).stat().st_size
-        except OSError:
-            return None
+        with _telling(str(self._root / name), "look at"):
+            try:
+                return (self._root / name).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def names(self, name: str = "") -> list[str]:
         with _telling(str(self._root / name), "list"):
@@ -197,15 +199,17 @@ class Local:
         return Local(str(self._root.parent / name))
 
     def siblings(self) -> list[str]:
-        return sorted(each.name for each in self._root.parent.iterdir() if each.is_dir())
+        here = self._root.resolve()  # this path itself may be a link to one of them
+        folders = [each for each in self._root.parent.iterdir() if each.is_dir() and not each.is_symlink()]
+        return sorted(each.name for each in folders if each.resolve() != here)
 
 
 class _Flushing:
     """Writes buffers of any size (some systems take less than 2 GiB at a time), and flushes beside the writing."""
 
-    def __init__(self, file: IO[bytes], disk: ThreadPoolExecutor) -> None:
+    def __init__(self, file: IO[bytes], disk: Aside) -> None:
         self._file, self._disk = file, disk
-        self._flushes: list[Future[None]] = []
+        self._flushes: list[Future[Any]] = []
         self._since = 0
 
     def write(self, data: Any) -> None:
@@ -314,10 +318,12 @@ class Remote:
 
     def size(self, name: str) -> int | None:
         self._fs.invalidate_cache()
-        try:
-            return int(self._fs.size(self._at(name)))
-        except (OSError, TypeError):
-            return None
+        with _telling(self._at(name), "look at"):
+            try:
+                found = self._fs.size(self._at(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return None if found is None else int(found)
 
     def names(self, name: str = "") -> list[str]:
         self._fs.invalidate_cache()

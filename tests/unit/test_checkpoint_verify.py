@@ -149,6 +149,53 @@ def test_what_is_pruned_is_checkpoints_of_the_same_name_alone(tmp_path):
         hs.save(tmp_path / "run-x", model_of(Kit()), keep=1)
 
 
+def test_a_save_with_a_lower_number_prunes_no_later_checkpoint(tmp_path):
+    for name in ("step-40", "step-50", "step-90", "step-100"):
+        hs.save(tmp_path / name, model_of(Kit()))
+    hs.save(tmp_path / "step-60", model_of(Kit()), keep=2)
+    assert ["step-100", "step-50", "step-60", "step-90"] == sorted(each.name for each in tmp_path.iterdir())
+
+
+def test_a_link_never_leads_pruning_to_a_checkpoint_elsewhere_or_to_the_new_one(tmp_path):
+    archive, runs = tmp_path / "archive", tmp_path / "runs"
+    hs.save(archive, model_of(Kit()))
+    hs.save(runs / "run-2", model_of(Kit()))
+    (runs / "run-1").symlink_to(archive)
+    (runs / "run-3").symlink_to(runs / "run-2")
+    hs.save(runs / "run-3", model_of(Kit()), keep=1)
+    assert [1, 1] == [hs.verify(path).files for path in (archive, runs / "run-2")]
+    assert ["run-1", "run-2", "run-3"] == sorted(each.name for each in runs.iterdir())
+
+
+def test_hidden_folders_of_others_stay(tmp_path):
+    hs.save(tmp_path / "c-1", model_of(Kit()))
+    for name in (".data-of-mine", ".old-notes"):
+        (tmp_path / "c-1" / name).mkdir()
+    hs.save(tmp_path / "c-1", model_of(Kit()))
+    assert [".data-of-mine", ".old-notes", "hyperstate.json", "model"] == sorted(
+        each.name for each in (tmp_path / "c-1").iterdir()
+    )
+    hs.save(tmp_path / "c-2", model_of(Kit()), keep=1)
+    assert [".data-of-mine", ".old-notes"] == sorted(each.name for each in (tmp_path / "c-1").iterdir())
+
+
+def test_a_manifest_that_cannot_be_looked_at_counts_as_there(tmp_path, monkeypatch):
+    """A file system that answers with an error must not make a save take the place for an empty one."""
+    hs.save(tmp_path / "c", model_of(Kit()))
+    real = Path.stat
+
+    def failing(self, **options):
+        if self.name == "hyperstate.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", failing)
+        with pytest.raises(hs.CheckpointError, match=r"can't look at .*hyperstate\.json: Input/output error"):
+            hs.save(tmp_path / "c", model_of(Kit()))
+    assert 1 == hs.verify(tmp_path / "c").files
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_rank_reads_its_own_part_alone(tmp_path, monkeypatch, ranks):
     """Rows are cut among the ranks that load; the files are of three."""

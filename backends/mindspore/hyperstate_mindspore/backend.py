@@ -9,6 +9,7 @@ from mindspore.communication import GlobalComm
 from mindspore.mint import distributed as dist
 
 from hyperstate.errors import OptionTypeError
+from hyperstate.structure import is_sharded
 
 from . import layouts
 from .control import MindSporeControl
@@ -35,7 +36,7 @@ class MindSporeBackend:
             return True
         if isinstance(value, (list, tuple)):
             return any(map(self.owns, value))
-        return layouts.is_dtensor(value) and isinstance(layouts.local_of(value), ms.Tensor)
+        return is_sharded(value) and isinstance(layouts.local_of(value), ms.Tensor)
 
     def model(self, model: Any, device: Any = None, names: str = "own") -> MindSporeModel:
         """Describe a cell or a sequence of cells. What the script's own operations still have to raise comes first."""

@@ -21,6 +21,7 @@ from mindspore.experimental.optim import Optimizer
 
 from hyperstate import register_state_layout
 from hyperstate.backend import load
+from hyperstate.structure import is_sharded
 from hyperstate.testing.kit import Content
 
 from . import job, layouts, tree
@@ -114,7 +115,7 @@ class Own(Optimizer):  # type: ignore[misc]  # likewise
             noted = layouts.recorded(param) if self.state_form == "sharded" else None
             slots[key] = part if noted is None else DTensor(part, noted.device_mesh, noted.placements, noted.shape)
         value = slots[key]
-        return array_of(layouts.local_of(value) if layouts.is_dtensor(value) else layouts.trimmed(param, value))
+        return array_of(layouts.local_of(value) if is_sharded(value) else layouts.trimmed(param, value))
 
 
 class Custom(Own):
@@ -356,7 +357,7 @@ class Kit:
 def _parameter(value: Any, name: str) -> Any:
     """A parameter with the contents of `value`; numbers that have no gradient need none."""
     trained = neutral_dtype(value.dtype).startswith(("float", "bfloat", "complex"))
-    if layouts.is_dtensor(value):
+    if is_sharded(value):
         return parameter_of(value, name, trained)
     return parameter_over(np.array(array_of(value), order="C"), neutral_dtype(value.dtype), name, trained)
 

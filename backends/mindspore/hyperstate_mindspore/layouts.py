@@ -7,17 +7,16 @@ Three kinds count: hyperstate's own `DTensor`, HyperParallel's (known by `device
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 
+from hyperstate import structure
 from hyperstate.errors import UnsupportedConfigurationError
-from hyperstate.layout import Layout, Mesh, Shape, splits_of
+from hyperstate.layout import Layout, Mesh, Shape
 from hyperstate.schema import TensorSpec
 
 from . import job
@@ -53,7 +52,7 @@ class Record:
 def record(parameter: ms.Parameter, device_mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Record:
     """Note on `parameter` that it holds this rank's part of a tensor of `shape`. It must get that part's shape next."""
     full = tuple(int(size) for size in shape)
-    layout = Layout(mesh_of(device_mesh), _splits(placements, mesh_of(device_mesh).shape, len(full)))
+    layout = Layout(mesh_of(device_mesh), structure.splits(placements, mesh_of(device_mesh).shape, len(full)))
     box = layout.box(full, job.rank())
     if box is None:
         raise ValueError(f"rank {job.rank()} is no member of the mesh over the ranks {layout.mesh.ranks}")
@@ -68,21 +67,9 @@ def recorded(value: Any) -> Record | None:
     return found
 
 
-def is_dtensor(value: Any) -> bool:
-    """Whether `value` is a sharded tensor of some kind by itself, not by a record."""
-    if _declares_sharding(type(value)):  # type: ignore[arg-type]  # mypy doubts that a class has a hash
-        return True
-    return hasattr(value, "placements") and hasattr(value, "device_mesh") and hasattr(value, "to_local")
-
-
-@lru_cache
-def _declares_sharding(kind: type) -> bool:
-    return hasattr(kind, "placements") and hasattr(kind, "device_mesh") and hasattr(kind, "to_local")
-
-
 def is_sharded(value: Any) -> bool:
     """Whether `value` is this rank's part of a tensor, with its layout."""
-    return recorded(value) is not None or is_dtensor(value)
+    return recorded(value) is not None or structure.is_sharded(value)
 
 
 def local_of(value: Any) -> Any:
@@ -91,7 +78,7 @@ def local_of(value: Any) -> Any:
     if noted is not None:
         _check_kept(value, noted)
         return trimmed(value, value)
-    if is_dtensor(value):
+    if structure.is_sharded(value):
         found = getattr(value, "_local_tensor", None)
         return local_of(value.to_local() if found is None else found)
     return value
@@ -143,10 +130,10 @@ def mesh_of(device_mesh: Any) -> Mesh:
 def layout(device_mesh: Any, placements: Sequence[Any], ndim: int) -> Layout:
     """The core's layout of a tensor with `ndim` dimensions; one object per mesh, placements and `ndim`."""
     mesh, known = _entry(device_mesh)
-    key = (tuple(map(_describe, placements)), ndim)
+    key = (tuple(map(structure.place_of, placements)), ndim)
     found = known.get(key)
     if found is None:
-        found = known[key] = Layout(mesh, _splits(placements, mesh.shape, ndim))
+        found = known[key] = Layout(mesh, structure.splits(placements, mesh.shape, ndim))
     return found
 
 
@@ -166,42 +153,10 @@ def _read(device_mesh: Any) -> Mesh:
     root = getattr(device_mesh, "root_mesh", None)
     return Mesh(
         tuple(int(size) for size in (device_mesh.shape if shape is None else shape)),
-        tuple(_ranks(device_mesh)),
+        structure.mesh_ranks(device_mesh),
         tuple(map(str, names)) if names else None,
         None if root is None or root is device_mesh else mesh_of(root),
     )
-
-
-def _ranks(device_mesh: Any) -> Iterator[int]:
-    ranks = getattr(device_mesh, "rank_list", None)
-    if ranks is None:
-        grid = device_mesh.mesh
-        ranks = grid.asnumpy() if hasattr(grid, "asnumpy") else grid
-    return (int(one) for one in np.asarray(ranks).reshape(-1))
-
-
-def _describe(placement: Any) -> tuple[int, int] | None:
-    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
-    if placement.is_replicate():
-        return None
-    dim = getattr(placement, "dim", None)
-    if placement.is_partial() or dim is None:
-        raise UnsupportedConfigurationError(
-            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
-            "redistribute it to Replicate() or Shard() first"
-        )
-    return int(dim), int(getattr(placement, "split_factor", 1))
-
-
-def _splits(placements: Sequence[Any], mesh_shape: Shape, ndim: int) -> tuple[tuple[int, ...], ...]:
-    if len(placements) != len(mesh_shape):
-        raise UnsupportedConfigurationError(
-            f"a mesh of shape {mesh_shape} needs {len(mesh_shape)} placements, not {tuple(placements)}"
-        )
-    try:
-        return splits_of([_describe(placement) for placement in placements], mesh_shape, ndim)
-    except ValueError as error:
-        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
 
 
 def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
@@ -223,51 +178,15 @@ def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
     if noted is not None or isinstance(like, DTensor):
         placements = held.placements if same else _own_placements(spec.layout)
         return DTensor(local, held.device_mesh, placements, spec.shape)
-    return _wrap_foreign(local, spec, like, same)
-
-
-def _wrap_foreign(local: Any, spec: TensorSpec, like: Any, same: bool) -> Any:
-    assert spec.layout is not None
-    placements = tuple(like.placements) if same else _foreign_placements(spec.layout, like)
     # A Parameter made from a sharded tensor has a class derived from both.
-    bases = [kind for kind in type(like).__mro__ if hasattr(kind, "from_local") and not issubclass(kind, ms.Parameter)]
-    made = bases[0].from_local(local, like.device_mesh, placements)
-    if tuple(made.shape) != spec.shape:
-        raise UnsupportedConfigurationError(
-            f"{bases[0].__module__}.{bases[0].__qualname__} splits evenly only: a shard of shape "
-            f"{tuple(local.shape)} would stand for {tuple(made.shape)} instead of {spec.shape}"
-        )
-    return made
-
-
-def _factors(wanted: Layout) -> Iterator[tuple[int, int, int]]:
-    """Of each splitting mesh dimension: itself, the tensor dimension, and its split factor (inverse of `splits_of`)."""
-    for dim, split in enumerate(wanted.splits):
-        for i, d in enumerate(split):
-            yield d, dim, prod(wanted.mesh.shape[e] for e in split[:i] if e > d)
+    kind = next(k for k in type(like).__mro__ if hasattr(k, "from_local") and not issubclass(k, ms.Parameter))
+    return structure.rebuilt(kind, local, spec.shape, spec.layout, like)
 
 
 def _own_placements(wanted: Layout) -> tuple[Any, ...]:
     from .sharded import Replicate, Shard, StridedShard
 
     found: list[Any] = [Replicate()] * len(wanted.mesh.shape)
-    for d, dim, factor in _factors(wanted):
+    for d, dim, factor in structure.factors(wanted):
         found[d] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
     return tuple(found)
-
-
-def _foreign_placements(wanted: Layout, like: Any) -> tuple[Any, ...]:
-    """Placements made with the classes that `like`'s own placements have."""
-    shard = next((type(p) for p in like.placements if getattr(p, "dim", None) is not None), None)
-    replicate = next((type(p) for p in like.placements if p.is_replicate()), None)
-    split = {d: (dim, factor) for d, dim, factor in _factors(wanted)}
-    count = len(wanted.mesh.shape)
-    if (
-        (split and shard is None)
-        or (len(split) < count and replicate is None)
-        or any(factor != 1 for _, factor in split.values())
-    ):
-        raise UnsupportedConfigurationError(
-            f"a tensor laid out as {wanted.splits} can't be made from the placements {tuple(like.placements)}"
-        )
-    return tuple(shard(split[d][0]) if d in split else replicate() for d in range(count))  # type: ignore[misc]  # checked above

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hyperstate.errors import UnsupportedConfigurationError
-from hyperstate.layout import Box, Layout, Mesh, splits_of
+from hyperstate.layout import Box, Layout, Mesh
+from hyperstate.structure import splits
 
 from . import job
 from .arrays import CPU, Tensor, empty
@@ -195,23 +195,3 @@ def cut(array: Array, box: Box) -> Array:
     if not array.ndim:
         return array
     return array[tuple(map(slice, box.start, box.stop))]
-
-
-def splits(placements: Sequence[Any], mesh_shape: tuple[int, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
-    """The core's splits of anybody's placements. Raises `UnsupportedConfigurationError` where there are none."""
-    try:
-        return splits_of([_describe(placement) for placement in placements], mesh_shape, ndim)
-    except ValueError as error:
-        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
-
-
-def _describe(placement: Any) -> tuple[int, int] | None:
-    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
-    if placement.is_replicate():
-        return None
-    if not placement.is_shard():
-        raise UnsupportedConfigurationError(
-            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
-            "redistribute it to Replicate() or Shard() first"
-        )
-    return int(placement.dim), int(getattr(placement, "split_factor", 1))

@@ -15,12 +15,13 @@ import numpy as np
 from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Box, Layout, Mesh, Shape
 from hyperstate.schema import TensorSpec
+from hyperstate.structure import splits
 
 from . import arrays
 from .arrays import CPU, META, Tensor, byte_view
 from .dtypes import convert, storage
 from .fabric import NumpyFabric
-from .sharded import DTensor, Placement, Replicate, Shard, StridedShard, cut, splits
+from .sharded import DTensor, Placement, Replicate, Shard, StridedShard, cut
 
 Place = str | None
 Pair = tuple[Tensor, Tensor]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from hyperstate.checkpoint.converting import FileFormat
 from hyperstate.errors import OptionTypeError
+from hyperstate.structure import is_sharded
 
-from . import dtensors
 from .fabric import TorchControl, TorchFabric
 from .model import TorchModel
 from .optimizer import TorchOptimizer, is_optimizer
@@ -40,7 +40,7 @@ class TorchBackend:
             return True
         if isinstance(value, (list, tuple)):
             return any(map(self.owns, value))
-        if dtensors.is_sharded(value):
+        if is_sharded(value):
             return isinstance(getattr(value, "_local_tensor", None), torch.Tensor)
         return is_optimizer(value) and any(
             isinstance(param, torch.Tensor) for group in value.param_groups for param in group["params"]

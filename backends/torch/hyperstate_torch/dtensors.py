@@ -7,31 +7,16 @@ PyTorch's DTensor and HyperParallel's have no common base. Both have `device_mes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from hyperstate.errors import UnsupportedConfigurationError
-from hyperstate.layout import Layout, Mesh, Shape, splits_of
+from hyperstate.layout import Layout, Mesh, Shape
 from hyperstate.schema import TensorSpec
-
-Splits = tuple[tuple[int, ...], ...]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether `value` is a sharded tensor of some kind."""
-    if _declares_sharding(type(value)):  # type: ignore[arg-type]  # mypy doubts that a class has a hash
-        return True
-    return hasattr(value, "placements") and hasattr(value, "device_mesh") and hasattr(value, "to_local")
-
-
-@lru_cache
-def _declares_sharding(kind: type) -> bool:
-    """Whether all instances of a class are sharded tensors: the quick answer for PyTorch's own."""
-    return hasattr(kind, "placements") and hasattr(kind, "device_mesh") and hasattr(kind, "to_local")
+from hyperstate.structure import Splits, factors, is_sharded, mesh_ranks, place_of, rebuilt, splits
 
 
 def is_native(value: Any) -> bool:
@@ -88,11 +73,10 @@ class Meshes:
     def _foreign_layout(self, value: Any) -> Layout:
         mesh, _, known = self._entry(value.device_mesh)
         ndim = len(value.shape)
-        described = tuple(map(_describe, value.placements))
+        described = tuple(map(place_of, value.placements))
         layout = known.get((described, ndim))
         if layout is None:
-            splits = _splits(value.placements, mesh.shape, ndim, None)
-            layout = known[described, ndim] = Layout(mesh, splits)
+            layout = known[described, ndim] = Layout(mesh, splits(value.placements, mesh.shape, ndim))
         return layout
 
     def mesh(self, device_mesh: Any) -> Mesh:
@@ -115,7 +99,7 @@ class Meshes:
         shape = getattr(device_mesh, "mesh_shape", None)
         if shape is None:
             shape = device_mesh.shape
-        root, sizes, ranks = _root(device_mesh), tuple(int(size) for size in shape), tuple(_ranks(device_mesh))
+        root, sizes, ranks = _root(device_mesh), tuple(int(size) for size in shape), mesh_ranks(device_mesh)
         return Mesh(
             sizes,
             group_order(sizes, ranks) if type(device_mesh).__module__.startswith("torch.") else ranks,
@@ -128,22 +112,6 @@ def _root(device_mesh: Any) -> Any:
     find = getattr(device_mesh, "_get_root_mesh", None)
     root = getattr(device_mesh, "root_mesh", None) if find is None else find()
     return None if root is device_mesh else root
-
-
-def _ranks(device_mesh: Any) -> Iterator[int]:
-    ranks = getattr(device_mesh, "rank_list", None)
-    if ranks is None:
-        grid = device_mesh.mesh
-        ranks = (grid.tolist() if hasattr(grid, "tolist") else grid.asnumpy().tolist()) if grid is not None else []
-    stack = [iter(ranks)]
-    while stack:
-        for item in stack[-1]:
-            if isinstance(item, (list, tuple)):
-                stack.append(iter(item))
-                break
-            yield int(item)
-        else:
-            stack.pop()
 
 
 def group_order(shape: Shape, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,30 +134,13 @@ def group_order(shape: Shape, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ranks
 
 
-def _describe(placement: Any) -> tuple[int, int] | None:
-    """None for a replicated mesh dimension, else (tensor dimension, split factor)."""
-    if placement.is_replicate():
-        return None
-    dim = getattr(placement, "dim", None)
-    if placement.is_partial() or dim is None:
-        raise UnsupportedConfigurationError(
-            f"a tensor with the placement {placement!r} can't be saved or loaded: its values are not final; "
-            "redistribute it to Replicate() or Shard() first"
-        )
-    return int(dim), int(getattr(placement, "split_factor", 1))
-
-
 def _splits(placements: Sequence[Any], mesh_shape: Shape, ndim: int, order: Any) -> Splits:
-    described = [_describe(placement) for placement in placements]
-    if order is not None and all(item is None or item[1] == 1 for item in described):
+    if order is not None and all(item is None or item[1] == 1 for item in map(place_of, placements)):
         # DTensorSpec.shard_order: (tensor dimension, mesh dimensions in order of execution); it may differ
         # from left to right although the placements are plain Shards.
         ordered = {entry.tensor_dim: tuple(entry.mesh_dims) for entry in order}
         return tuple(ordered.get(dim, ()) for dim in range(ndim))
-    try:
-        return splits_of(described, mesh_shape, ndim)
-    except ValueError as error:
-        raise UnsupportedConfigurationError(f"placements {tuple(placements)}: {error}") from error
+    return splits(placements, mesh_shape, ndim)
 
 
 def device_of(device_mesh: Any) -> torch.device:
@@ -217,7 +168,11 @@ def wrap(local: torch.Tensor, spec: TensorSpec, like: Any, meshes: Meshes) -> An
             f"a sharded tensor on the mesh {spec.layout.mesh} can't be made: the tensor it goes with lives on "
             f"{meshes.mesh(like.device_mesh)}"
         )
-    return _wrap_native(local, spec, like, same) if is_native(like) else _wrap_foreign(local, spec, like, same)
+    return (
+        _wrap_native(local, spec, like, same)
+        if is_native(like)
+        else rebuilt(type(like), local, spec.shape, spec.layout, like)
+    )
 
 
 def _wrap_native(local: torch.Tensor, spec: TensorSpec, like: Any, same: bool) -> Any:
@@ -245,45 +200,9 @@ def _native_placements(layout: Layout) -> tuple[Any, ...]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[Any] = [Replicate()] * len(layout.mesh.shape)
-    for d, dim, factor in _factors(layout):
+    for d, dim, factor in factors(layout):
         found[d] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
     return tuple(found)
-
-
-def _factors(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """Of each splitting mesh dimension: itself, the tensor dimension, and its split factor (inverse of `splits_of`)."""
-    for dim, split in enumerate(layout.splits):
-        for i, d in enumerate(split):
-            yield d, dim, prod(layout.mesh.shape[e] for e in split[:i] if e > d)
-
-
-def _wrap_foreign(local: torch.Tensor, spec: TensorSpec, like: Any, same: bool) -> Any:
-    placements = tuple(like.placements) if same else _foreign_placements(spec, like)
-    made = type(like).from_local(local, like.device_mesh, placements)
-    if tuple(made.shape) != spec.shape:
-        raise UnsupportedConfigurationError(
-            f"{type(like).__module__}.{type(like).__qualname__} splits evenly only: a shard of shape "
-            f"{tuple(local.shape)} would stand for {tuple(made.shape)} instead of {spec.shape}"
-        )
-    return made
-
-
-def _foreign_placements(spec: TensorSpec, like: Any) -> tuple[Any, ...]:
-    """Placements made with the classes that `like`'s own placements have."""
-    assert spec.layout is not None
-    shard = next((type(p) for p in like.placements if getattr(p, "dim", None) is not None), None)
-    replicate = next((type(p) for p in like.placements if p.is_replicate()), None)
-    wanted = {d: (dim, factor) for d, dim, factor in _factors(spec.layout)}
-    count = len(spec.layout.mesh.shape)
-    if (
-        (wanted and shard is None)
-        or (len(wanted) < count and replicate is None)
-        or any(factor != 1 for _, factor in wanted.values())
-    ):
-        raise UnsupportedConfigurationError(
-            f"a tensor laid out as {spec.layout.splits} can't be made from the placements {tuple(like.placements)}"
-        )
-    return tuple(shard(wanted[d][0]) if d in wanted else replicate() for d in range(count))  # type: ignore[misc]  # checked above
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ import torch
 
 from hyperstate.backend import ModelEntry
 from hyperstate.errors import IncompatibleStateError, OptionError
+from hyperstate.structure import is_sharded
 
-from . import dtensors, names
+from . import names
 from .tensors import TorchTensors
 
 _OWN = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
@@ -297,7 +298,7 @@ def _like(old: Any, value: Any) -> Any:
     """`value` as an object of the class, the gradient flag and the attributes of `old`."""
     if isinstance(old, torch.nn.Parameter):
         fresh: Any = torch.nn.Parameter(value.detach(), requires_grad=old.requires_grad)
-        if type(fresh) is not type(old) and not dtensors.is_sharded(old):
+        if type(fresh) is not type(old) and not is_sharded(old):
             fresh = torch.Tensor._make_subclass(type(old), value.detach(), old.requires_grad)
     else:
         fresh = value.detach()

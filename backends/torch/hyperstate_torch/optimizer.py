@@ -9,8 +9,8 @@ import torch
 
 from hyperstate.backend import ParamGroup, ParamId
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
+from hyperstate.structure import is_sharded
 
-from . import dtensors
 from .rules import counters_on_device, known_layouts, state_keys
 from .tensors import Place, TorchTensors
 
@@ -258,7 +258,7 @@ class TorchOptimizer:
         """What to keep under a key: the tensor that is there, if `value` fits into it (copied later), or `value`."""
         if old is value or not isinstance(old, torch.Tensor):
             return value
-        if _is_number(value) and old.numel() == 1 and not dtensors.is_sharded(old):
+        if _is_number(value) and old.numel() == 1 and not is_sharded(old):
             pairs.append((old, torch.full_like(old, value)))
             return old
         if not isinstance(value, torch.Tensor):

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Box, Layout, Shape
 from hyperstate.schema import DTYPES, TensorSpec
+from hyperstate.structure import is_sharded
 
 from . import dtensors
 from .fabric import TorchFabric
@@ -45,7 +46,7 @@ class TorchTensors:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             _check_storage(value)
             return _spec(value.dtype, value.shape, None)
-        if dtensors.is_sharded(value):
+        if is_sharded(value):
             known, sign = self._meshes.seen(value)
             if known is not None and sign in known:
                 return known[sign]
@@ -79,7 +80,7 @@ class TorchTensors:
     def _storage(self, value: Any) -> torch.Tensor:
         """The tensor that has `value`'s elements on this rank, perhaps requiring gradient."""
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter or not dtensors.is_sharded(value):
+        if kind is torch.Tensor or kind is torch.nn.Parameter or not is_sharded(value):
             found: torch.Tensor = value
             return found
         return dtensors.local_of(value)
@@ -93,7 +94,7 @@ class TorchTensors:
         """The device of `value`, None for the host; of a meta tensor, its mesh's device or the call's ``device=``."""
         device = self._storage(value).device
         if device.type == "meta":
-            if not dtensors.is_sharded(value):
+            if not is_sharded(value):
                 if self.meta_place is not None:
                     return self.meta_place[0]
                 raise UnsupportedConfigurationError(
@@ -134,7 +135,7 @@ class TorchTensors:
 
     def fresh_form(self, param: Any) -> str:
         """How an optimizer that never stepped keeps state of `param`: HyperParallel's update local tensors."""
-        return "local" if dtensors.is_sharded(param) and not dtensors.is_native(param) else ""
+        return "local" if is_sharded(param) and not dtensors.is_native(param) else ""
 
     def view(self, local: torch.Tensor, box: Box) -> torch.Tensor:
         """The region `box` of `local`; `local` itself if that is all of it."""
