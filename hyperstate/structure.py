@@ -1,7 +1,7 @@
 """Sharded tensors of whatever make, told by their structure: what the adapters share in reading and making them.
 
 A sharded tensor has `device_mesh`, `placements` and `to_local()`; a placement has `is_replicate()`, `is_partial()`,
-`dim` and perhaps `split_factor`; a mesh tells its ranks by `rank_list` or by `mesh`, a grid of them. Nothing is imported.
+`dim` and perhaps `split_factor`; a mesh tells its ranks by `rank_list` or by `mesh`, a grid of them. It imports none.
 """
 
 from __future__ import annotations
