@@ -12,7 +12,7 @@ from threading import RLock
 from typing import Any, TypeVar
 
 from .agree import Call
-from .backend import Backend, choose, choose_for_call
+from .backend import Backend, Optimizer, choose, choose_for_call
 from .collect import Held, add_optimizer, hold_model
 from .describe import Values, rebuild
 from .errors import InvalidStateDictError, OptionError, fault_of
@@ -116,10 +116,25 @@ def hold_for_get(
         held = hold_model(backend, port, skip_frozen=opts.ignore_frozen_params, only=only)
     if optimizer is None:
         return held
-    add_optimizer(backend, held, port, backend.optimizer(optimizer, names=opts.names), None)
+    optimizer_port = backend.optimizer(optimizer, names=opts.names)
+    if dialect == "torch":
+        _show_first_state(optimizer_port)
+    add_optimizer(backend, held, port, optimizer_port, None)
     if opts.flatten_optimizer_state_dict:
         _check_flat(held, dialect)
     return held
+
+
+def _show_first_state(optimizer: Optimizer) -> None:
+    """As in PyTorch, one that never stepped has entries for a checkpoint library to load into. It is not stepped."""
+    show = getattr(optimizer, "show_first_state", None)
+    unknown = [kind.__qualname__ for kind in show()] if show is not None else []
+    if unknown:
+        warnings.warn(
+            f"{', '.join(unknown)} never stepped, and what state it makes is not known: its state dict has no state "
+            "for a checkpoint library to load into; make it with hyperstate.build_optim_load_template",
+            stacklevel=6,
+        )
 
 
 def _check_flat(held: Held, dialect: str) -> None:

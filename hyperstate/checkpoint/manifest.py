@@ -189,6 +189,9 @@ def _read(found: Any) -> Manifest:
     entries = dict(_rows(found, "entries", lambda row: _entry(row, len(tensors))))
     if len(entries) != len(found["entries"]):
         raise CheckpointError("lists an entry twice")
+    owned = [number for entry in entries.values() for number in entry.tensors]
+    if len(set(owned)) != len(owned):  # else a load could take many times the files' bytes
+        raise CheckpointError("gives one tensor to two entries")
     return Manifest(
         found["id"],
         _text(found["writer"]),

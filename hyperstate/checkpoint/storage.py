@@ -5,8 +5,10 @@ A store tells what failed by `CheckpointError`, which names the file.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -155,7 +157,8 @@ class Local:
     def read(self, name: str) -> bytes | None:
         with _telling(str(self._root / name), "read"):
             try:
-                return (self._root / name).read_bytes()
+                with open(self._root / name, "rb", opener=_regular) as file:
+                    return file.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -233,9 +236,18 @@ class _Flushing:
             flush.result()
 
 
+def _regular(path: str, flags: int) -> int:
+    """Open a file for reading, and nothing else: a pipe in a folder of others would hold a load for ever."""
+    number = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no file")
+    return number
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[Reader]:
-    with _telling(str(path), "read"), path.open("rb", buffering=0) as file:
+    with _telling(str(path), "read"), open(path, "rb", buffering=0, opener=_regular) as file:
         yield _LocalReader(file, str(path))
 
 

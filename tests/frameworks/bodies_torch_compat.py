@@ -91,3 +91,62 @@ def dotted(kit: Any) -> None:
         ):
             with pytest.raises(UnsupportedConfigurationError, match=r"'a\.b' of 'first\.weight'.* dot in its key"):
                 getter()
+
+
+class App:
+    """The pattern of PyTorch's tutorial: one object that a checkpoint library saves and loads by its state dict."""
+
+    def __init__(self, functions: Any, model: Any, optimizer: Any) -> None:
+        self.functions, self.model, self.optimizer = functions, model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = self.functions.get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.functions.set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+
+
+OPTIMIZERS = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "SGD without momentum": lambda params: torch.optim.SGD(params, lr=0.01),
+}
+
+
+def a_fresh_optimizer_is_loaded_as_in_the_tutorial(kit: Any, folder: str, kind: str) -> None:
+    """The class is a `Stateful` by structure; a fresh optimizer gets all of its state and is never stepped."""
+
+    def made(seed: int) -> tuple[Any, Any]:
+        model = fsdp(Net(seed), mesh_of((2,), ("dp",)))
+        model.second.bias.requires_grad_(False)
+        return model, OPTIMIZERS[kind](model.parameters())
+
+    model, optimizer = made(0)
+    train(model, optimizer, 2)
+    dcp.save({"app": App(ours, model, optimizer)}, checkpoint_id=folder)
+    new, fresh = made(1)
+    before = snapshot(new, fresh)
+    assert not fresh.state
+    ours.get_optimizer_state_dict(new, fresh)
+    assert not fresh.state
+    assert_same(before, snapshot(new, fresh))
+    dcp.load({"app": App(ours, new, fresh)}, checkpoint_id=folder)
+    assert_same(snapshot(model, optimizer), snapshot(new, fresh))
+    for one in ((model, optimizer), (new, fresh)):
+        train(*one, 1, first=2)
+    assert_same(snapshot(model, optimizer), snapshot(new, fresh))
+
+
+def an_unknown_class_says_how_to_load_it(kit: Any) -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+    model = fsdp(Net(0), mesh_of((2,), ("dp",)))
+    with pytest.warns(UserWarning, match="Own never stepped.*build_optim_load_template"):
+        assert {} == ours.get_optimizer_state_dict(model, Own(model.parameters()))["state"]

@@ -19,13 +19,13 @@ LIMIT_S = 150
 
 
 def free_ports():
-    """A port that is free and so is the next, where the ranks' store will be."""
+    """A port that is free and so is the one where the ranks' store will be."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
             try:
-                second.bind(("127.0.0.1", port + 1))
+                second.bind(("127.0.0.1", port + 1000 if port < 64000 else port - 1000))
             except OSError:
                 continue
             return port

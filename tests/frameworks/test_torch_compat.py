@@ -209,3 +209,12 @@ def test_a_checkpoint_of_pytorchs_library_goes_in_and_out(pool2: Pool, tmp_path:
 
 def test_a_dotted_state_key_is_refused_on_all_ranks(pool2: Pool) -> None:
     pool2.run(BODIES, "dotted")
+
+
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "RMSprop", "SGD", "SGD without momentum"])
+def test_a_fresh_optimizer_is_loaded_as_in_the_tutorial(pool2: Pool, tmp_path: Path, kind: str) -> None:
+    pool2.run(BODIES, "a_fresh_optimizer_is_loaded_as_in_the_tutorial", folder=str(tmp_path / "c"), kind=kind)
+
+
+def test_an_optimizer_of_an_unknown_class_says_how_to_load_it(pool2: Pool) -> None:
+    pool2.run(BODIES, "an_unknown_class_says_how_to_load_it")

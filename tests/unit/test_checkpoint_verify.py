@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import threading
+from pathlib import Path
 
 import pytest
 

@@ -21,7 +21,9 @@ from hyperstate.errors import TransferError
 from .presence import Presence, address_towards
 
 PORT_VARIABLE = "HYPERSTATE_STORE_PORT"
-"""Where the store of a job that msrun started listens; by default the port after the scheduler's."""
+"""Where the store of a job that msrun started listens; by default `PORT_DISTANCE` from the scheduler's."""
+PORT_DISTANCE = 1000
+"""MindSpore itself listens on ports right after the scheduler's."""
 DEFAULT_TIMEOUT_S = 300.0
 """MindSpore's own default for its store and for `init_process_group`."""
 _JOB_KEY, _HERE_KEY = "hyperstate/job", "hyperstate/here/{}"
@@ -122,7 +124,8 @@ def _find(peer: int) -> str:
 def _store_beside_scheduler(timeout: timedelta) -> Any:
     """A store of our own: msrun's scheduler keeps none for scripts. Rank 0 runs on the scheduler's machine."""
     host, scheduler = os.environ["MS_SCHED_HOST"], os.environ["MS_SCHED_PORT"]
-    port = int(os.environ.get(PORT_VARIABLE) or int(scheduler) + 1)
+    away = PORT_DISTANCE if int(scheduler) + PORT_DISTANCE < 1 << 16 else -PORT_DISTANCE
+    port = int(os.environ.get(PORT_VARIABLE) or int(scheduler) + away)
     found = _connect((host, port), rank() == 0, world(), timeout)
     mine = f"{host}:{scheduler}".encode()
     if rank() == 0:
@@ -144,6 +147,6 @@ def _connect(where: tuple[str, int], keeper: bool, count: int, timeout: timedelt
     except (OSError, RuntimeError) as error:
         raise TransferError(
             f"rank {os.environ.get('RANK_ID') or os.environ.get('RANK') or 0} can't "
-            f"{'keep' if keeper else 'reach'} the job's key-value store at {host}:{port}: {error}; if another program "
-            f"uses that port, choose one by {PORT_VARIABLE} (msrun) or MASTER_PORT"
+            f"{'keep' if keeper else 'reach'} the job's key-value store at {host}:{port}; if another program uses "
+            f"that port, choose one by {PORT_VARIABLE} (msrun) or MASTER_PORT. MindSpore says: {error}"
         ) from error

@@ -11,7 +11,7 @@ from hyperstate.backend import ParamGroup, ParamId
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
 from hyperstate.structure import is_sharded
 
-from .rules import counters_on_device, known_layouts, state_keys
+from .rules import counters_on_device, first_state, known_layouts, state_keys
 from .tensors import Place, TorchTensors
 
 KEPT_FIELDS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -70,6 +70,24 @@ class TorchOptimizer:
                     "optimizer and one group only"
                 )
         self._saved = [_saved(one) if _saves_its_own_way(one) else None for one in self._optimizers]
+        self._first: dict[ParamId, Mapping[Any, Any]] = {}
+
+    def show_first_state(self) -> Sequence[type]:
+        """Where an optimizer has no state at all, let `state` show what its first step would begin with.
+
+        Nothing is stepped and nothing kept. Returns the classes of which that is not known.
+        """
+        unknown: dict[type, None] = {}
+        for slot in self._slots.values():
+            optimizer = self._optimizers[slot.optimizer]
+            if optimizer.state or self._saved[slot.optimizer] is not None:
+                continue
+            found = first_state(optimizer, optimizer.param_groups[slot.group], slot.param)
+            if found is None:
+                unknown[type(optimizer)] = None
+            elif found:
+                self._first[id(slot.param)] = found
+        return list(unknown)
 
     def _walk(self) -> Iterator[Slot]:
         for i, optimizer in enumerate(self._optimizers):
@@ -95,7 +113,7 @@ class TorchOptimizer:
 
     def state(self) -> Mapping[ParamId, Mapping[Any, Any]]:
         """Live state of each parameter that has some; what its state-dict hooks make of it, where there are any."""
-        found: dict[ParamId, Mapping[Any, Any]] = {}
+        found = dict(self._first)
         for i, optimizer in enumerate(self._optimizers):
             for key, value in self._keyed(i):
                 if id(key) in self._slots and self._slots[id(key)].optimizer == i:

@@ -89,6 +89,29 @@ def state_keys(optimizer: Any) -> list[str] | None:
     return [key for key in _KEYS[cls.__name__] if any(_made(cls.__name__, key, group) for group in groups)]
 
 
+_START: dict[str, float | str] = {"mu_product": 1.0, "mu": 1.0, "eta": "lr", "step_size": "lr"}
+"""Key -> what the class fills it with where that is not 0: a number, or the group's field that gives it."""
+
+
+def first_state(optimizer: Any, group: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """What the optimizer's first step makes of `param`'s state before it updates it; None for a class not known.
+
+    None as well for statistics of other shapes than the parameter's (Adafactor).
+    """
+    keys = state_keys(optimizer)
+    name = next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in _KEYS), "")
+    if keys is None or name == "Adafactor":
+        return None
+    found = {}
+    for key in keys if param.requires_grad else ():
+        if _made(name, key, group):
+            start = _START.get(key, 0.0)
+            number = float(group[start] if isinstance(start, str) else start)
+            whole = key in _BY_NAME[name][1]
+            found[key] = torch.tensor(number) if whole else torch.full_like(param.detach(), number)
+    return found
+
+
 def _made(name: str, key: str, group: Mapping[str, Any]) -> bool:
     """Whether parameters of a group get the key."""
     if name == "Adafactor" and key != "step":
