@@ -45,6 +45,7 @@ def convert_at(source: Any, target: Any, to: str, names: Names, section: str, fi
     with open_origin(os.fspath(source)) as origin:
         origin = _Renamed(origin, names) if names is not None else origin
         path = os.fspath(target)
+        _check_some(origin, os.fspath(source), section if to in ("safetensors", "ckpt") else "")
         if to == "own":
             write_own(origin, open_store(path))
         elif to == "safetensors":
@@ -53,6 +54,14 @@ def convert_at(source: Any, target: Any, to: str, names: Names, section: str, fi
             ckpt.write(origin, path, section)
         else:
             _foreign("torch", to).write(origin, path)
+
+
+def _check_some(origin: Origin, source: str, section: str) -> None:
+    """Refuse to write a checkpoint of nothing. `section` is the one wanted; empty: any."""
+    if section and not any(stored.section == section for stored in origin.contents.tensors):
+        raise CheckpointError(f"{source} holds no tensors of the section {section!r}")
+    if not origin.contents.entries:
+        raise CheckpointError(f"{source} holds no values of a model or optimizer")
 
 
 def open_origin(path: str) -> Origin:

@@ -62,7 +62,7 @@ def _stretch(a: bytes, b: bytes, dtype: str, start: int, found: Distance) -> Non
     if unequal and found.first < 0:
         found.first = start + unequal[0]
     parts = 2 if kind == "complex" else 1
-    left, right = _values(a, dtype), _values(b, dtype)
+    left, right = numbers(a, dtype), numbers(b, dtype)
     if left is None or right is None:
         found.numeric = False
         return
@@ -78,7 +78,7 @@ def _stretch(a: bytes, b: bytes, dtype: str, start: int, found: Distance) -> Non
                 found.max_ulp = max(found.max_ulp, abs(lines[0][j] - lines[1][j]))
 
 
-def _values(data: bytes, dtype: str) -> Sequence[float] | None:
+def numbers(data: bytes, dtype: str) -> Sequence[float] | None:
     """The numbers; of complex ones both parts in turn. None for dtypes that Python can't read."""
     if dtype == "bfloat16":
         bits = struct.unpack(f"<{len(data) // 2}H", data)

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from ..checkpoint.manifest import Saved
 from ..checkpoint.origins import blocks
-from ..schema import DTYPES, Key, alike
-from .common import DIFFERENT, Json, check_target, count, progress, refusing, report
-from .compare import Distance, compare
+from ..schema import DTYPES, Key, alike, counter_of, put_together
+from .common import DIFFERENT, Json, RefusedError, check_target, count, progress, refusing, report
+from .compare import Distance, compare, numbers
 from .contents import Opened, open_contents
 
 SHOWN = 40
@@ -66,6 +66,13 @@ def diff(
         check_target(json)
         with open_contents(first, values=True) as one, open_contents(second, values=True) as two:
             wanted = [key for key in _keys(one, two) if filter is None or fnmatchcase(show_key(key), filter)]
+            if not wanted:
+                text = (
+                    f"no name matches {filter!r}"
+                    if filter is not None
+                    else "neither has values of a model or optimizer"
+                )
+                raise RefusedError(f"nothing to compare: {text}")
             with progress("comparing", max(1, sum(one.nbytes_of(key) for key in wanted) >> 20)) as step:
                 found = [d for key in wanted for d in compare_key(one, two, key, digest=digest, step=step)]
             if filter is None:
@@ -118,7 +125,7 @@ def compare_key(
 def _brief(opened: Opened, entry: Saved | None) -> str:
     assert entry is not None
     if not entry.tensors:
-        return f"{str(entry.skeleton)[:60]}"
+        return _words(entry.skeleton)
     tensor = opened.contents.tensors[entry.tensors[0]]
     return f"{tensor.dtype} {list(tensor.shape)}"
 
@@ -155,8 +162,21 @@ def _groups(one: Opened, two: Opened) -> list[Difference]:
         for field in sorted({*a, *b}):
             x, y = a.get(field, "absent"), b.get(field, "absent")
             if not alike(x, y):
-                found.append(Difference("value", f"param_group.{fqn}.{field}", str(x)[:60], str(y)[:60]))
+                found.append(Difference("value", f"param_group.{fqn}.{field}", _words(x), _words(y)))
     return found
+
+
+def _words(skeleton: Any) -> str:
+    """A value that is no large tensor, as Python writes it; a counter is its number."""
+
+    def leaf(item: Any) -> Any:
+        if "T" not in item:
+            return str(item)
+        spec, data = counter_of(item)
+        known = numbers(data, spec.dtype)
+        return known[0] if known else f"{spec.dtype} {data.hex()}"
+
+    return repr(put_together(skeleton, leaf))[:60]
 
 
 def _fields(opened: Opened) -> dict[str, Mapping[str, Any]]:

@@ -261,3 +261,14 @@ def test_a_browser_shows_the_whole_page(hyperstate: Run, saved: Path, tmp_path: 
         [*command[:-1], "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     assert page.read_text(encoding="utf-8").count("<rect") == dom.count("<rect")
+
+
+def test_diff_of_nothing_is_no_equality(hyperstate: Run, saved: Path) -> None:
+    done = hyperstate("diff", saved / "fsdp", saved / "near", "--filter", "no.such.name")
+    assert (2, "") == (done.code, done.out)
+    assert "no name matches 'no.such.name'" in done.err
+
+
+def test_diff_shows_counters_and_fields_as_numbers(hyperstate: Run, saved: Path) -> None:
+    found = hyperstate("diff", saved / "fsdp", saved / "faster", "--json", "-").json()["differences"]
+    assert {("0.01", "0.5")} == {(one["first"], one["second"]) for one in found if one["name"].endswith(".lr")}

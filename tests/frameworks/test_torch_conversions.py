@@ -67,6 +67,25 @@ def test_a_checkpoint_of_dcp_becomes_ours(flat: bool, tmp_path: Path) -> None:
     assert_same(first, second)
 
 
+def test_a_checkpoint_of_one_object_is_looked_into(tmp_path: Path) -> None:
+    """As PyTorch's tutorial saves: ``dcp.save({"app": Stateful})``."""
+    first, second = trained(0), trained(1, 0)
+    state = {"model": dsd.get_model_state_dict(first[0]), "optim": dsd.get_optimizer_state_dict(*first)}
+    dcp.save({"app": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "own")
+    hs.load(tmp_path / "own", *second)
+    assert_same(first, second)
+
+
+def test_a_checkpoint_of_nothing_is_not_written(tmp_path: Path) -> None:
+    dcp.save({"a": {"deep": {"tensor": torch.ones(3)}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(hs.CheckpointError, match="holds no values of a model or optimizer"):
+        convert(tmp_path / "dcp", tmp_path / "own")
+    with pytest.raises(hs.CheckpointError, match="holds no tensors of the section 'model'"):
+        convert(tmp_path / "dcp", tmp_path / "m.safetensors", to="safetensors")
+    assert ["dcp"] == [path.name for path in tmp_path.iterdir()]
+
+
 def test_a_sharded_checkpoint_of_dcp_becomes_ours(tmp_path: Path, pool4: Pool) -> None:
     wanted = pool4.run(BODIES, "saves_with_dcp", folder=str(tmp_path / "dcp"))[0]
     convert(tmp_path / "dcp", tmp_path / "own")

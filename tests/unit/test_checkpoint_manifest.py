@@ -73,6 +73,7 @@ def chunk(**new):
     [
         (b"", "no manifest"),
         (b"\xff\xfe", "no manifest"),
+        (row("entries", 1, 2, [0]), "one tensor to two entries"),
         (b"[" * 100_000, "no manifest"),
         (b"{}", "format"),
         (changed(format="other"), "format"),

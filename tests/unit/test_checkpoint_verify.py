@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import threading
 from pathlib import Path
@@ -167,6 +168,15 @@ def test_a_link_never_leads_pruning_to_a_checkpoint_elsewhere_or_to_the_new_one(
     hs.save(runs / "run-3", model_of(Kit()), keep=1)
     assert [1, 1] == [hs.verify(path).files for path in (archive, runs / "run-2")]
     assert ["run-1", "run-2", "run-3"] == sorted(each.name for each in runs.iterdir())
+
+
+@pytest.mark.parametrize("name", ["hyperstate.json", FILE])
+def test_a_pipe_in_place_of_a_file_holds_nobody(path, name):
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    for look in (hs.verify, lambda path: hs.load(path, model_of(Kit()))):
+        with pytest.raises(hs.CheckpointError, match="it is no file"):
+            look(path)
 
 
 def test_hidden_folders_of_others_stay(tmp_path):

@@ -59,11 +59,22 @@ class _Ref:
         self.key, self.number = key, number
 
 
+def _unwrapped(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """`tree` without a dict around it, under which a whole object was saved: ``{"app": {"model": …, "optim": …}}``."""
+    while len(tree) == 1 and not tree.keys() & {*MODEL, *OPTIMIZER}:
+        (inner,) = tree.values()
+        if not isinstance(inner, dict) or not inner.keys() & {*MODEL, *OPTIMIZER}:
+            break
+        tree = inner
+    return tree
+
+
 class Folder:
     """A DCP folder to read from.
 
     A dict that was saved under "model" is the model's, one under "optim" or "optimizer" the optimizer's, nested or
-    flat; where neither is there, all tensors are the model's. Everything else becomes `extra`.
+    flat, both perhaps inside one further dict ("app"); where neither is there, all tensors are the model's.
+    Everything else becomes `extra`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,6 +111,7 @@ class Folder:
         for key, saved in entries.items():
             value = self._value(key) if saved.dtype is None else _Ref(key, self._add(key, saved, table[key]))
             _put(tree, saved.path or (key,), value)
+        tree = _unwrapped(tree)
         model = next((tree.pop(name) for name in MODEL if isinstance(tree.get(name), dict)), None)
         optimizer: dict[Any, Any] = next((tree.pop(name) for name in OPTIMIZER if isinstance(tree.get(name), dict)), {})
         if model is None:
