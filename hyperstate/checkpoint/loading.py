@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ..agree import Call, Classes
-from ..backend import Backend, Local, Tensors, choose
+from ..backend import Backend, Local, Tensors, choose_for_call
 from ..collect import Held
 from ..describe import Values, show
 from ..errors import AmbiguousLayoutError, Fault, IncompatibleStateError, raise_faults
@@ -66,8 +66,8 @@ class Load:
 @collector_paused()
 def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     """See `hyperstate.checkpoint.load`."""
-    backend = choose(first_of(model), first_of(optimizer))
-    faults = Faults(backend)
+    backend, refusal = choose_for_call(first_of(model), first_of(optimizer))
+    faults = Faults(backend, refusal)
     store = faults.guard(lambda: open_store(wish.path))
     manifest = None if store is None else faults.guard(lambda: read_manifest(store))
     options = wish.options
@@ -76,9 +76,9 @@ def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     opts = faults.guard(lambda: read_options(options)) or lenient(options)
     sections = ("model",) if optimizer is None else ("model", "optimizer")
     given = Given(sections=sections, state_form=wish.state_form, device=wish.device)
-    target = faults.guard(lambda: hold_for_set(backend, model, optimizer, given, opts.names)) or Target(
-        Held(Values(), {})
-    )
+    target = Target(Held(Values(), {}))
+    if refusal is None:
+        target = faults.guard(lambda: hold_for_set(backend, model, optimizer, given, opts.names)) or target
     match = None if manifest is None else _Match(manifest, target.held, sections)
     meshes = meshes_in_use(backend, model, target.held.meshes(), faults)
     with turn(backend):

@@ -18,7 +18,7 @@ from importlib import metadata
 from typing import Any, Self
 
 from ..agree import Call
-from ..backend import Backend, Local, Tensors, choose
+from ..backend import Backend, Local, Tensors, choose_for_call
 from ..collect import Held
 from ..describe import Values
 from ..errors import CheckpointError, Fault, HyperstateError, OptionError, fault_of, raise_faults
@@ -233,12 +233,14 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
 
     Raises the same error on all of them if any refuses.
     """
-    backend = choose(first_of(model), first_of(optimizer))
-    faults = Faults(backend)
+    backend, refusal = choose_for_call(first_of(model), first_of(optimizer))
+    faults = Faults(backend, refusal)
     faults.guard(lambda: first(backend))
     options = StateDictOptions(names="neutral") if wish.options is None else wish.options
     opts = faults.guard(lambda: read_options(options)) or lenient(options)
-    held = faults.guard(lambda: hold_for_get(backend, model, optimizer, None, opts, "save")) or Held(Values(), {})
+    held = Held(Values(), {})
+    if refusal is None:
+        held = faults.guard(lambda: hold_for_get(backend, model, optimizer, None, opts, "save")) or held
     store = faults.guard(lambda: open_store(wish.path))
     extra = faults.guard(lambda: take_apart(wish.extra, refuse_leaf))
     faults.guard(lambda: _check_keep(wish, store))

@@ -97,6 +97,8 @@ def open_store(path: Any) -> Store:
         raise CheckpointError(f"a checkpoint's path is a path or a URL, not {type(path).__qualname__}") from None
     if isinstance(text, bytes):
         text = os.fsdecode(text)
+    if not text:
+        raise CheckpointError("a checkpoint's path is empty; '.' is the current folder")
     kind, separator, rest = text.partition("://")
     if separator and kind in ("file", "local"):
         text, separator = rest, ""
