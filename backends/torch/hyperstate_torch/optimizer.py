@@ -11,6 +11,7 @@ from hyperstate.backend import ParamGroup, ParamId
 from hyperstate.errors import IncompatibleStateError, UnsupportedConfigurationError
 from hyperstate.structure import is_sharded
 
+from . import savedform
 from .rules import counters_on_device, first_state, known_layouts, state_keys
 from .tensors import Place, TorchTensors
 
@@ -69,7 +70,7 @@ class TorchOptimizer:
                     f"{_place(slot)} holds the same parameter as {_place(other)}; each parameter may belong to one "
                     "optimizer and one group only"
                 )
-        self._saved = [_saved(one) if _saves_its_own_way(one) else None for one in self._optimizers]
+        self._saved = [savedform.saved(one) if savedform.saves_its_own_way(one) else None for one in self._optimizers]
         self._first: dict[ParamId, Mapping[Any, Any]] = {}
 
     def show_first_state(self) -> Sequence[type]:
@@ -145,7 +146,7 @@ class TorchOptimizer:
         if saved is None:
             yield from optimizer.state.items()
             return
-        params = _numbered(optimizer, saved["param_groups"])
+        params = savedform.numbered(optimizer, saved["param_groups"])
         for key, value in saved["state"].items():
             yield params.get(key, key) if isinstance(key, int) else key, value
 
@@ -219,7 +220,7 @@ class TorchOptimizer:
         shared: Mapping[Any, Any] | None,
     ) -> None:
         optimizer = self._optimizers[i]
-        if _overrides(optimizer, "load_state_dict"):
+        if savedform.overrides(optimizer, "load_state_dict"):
             self._load(optimizer, self._whole(i, state, cleared, fields, shared))
             return
         hooks = list(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {}).values())
@@ -227,7 +228,7 @@ class TorchOptimizer:
             packed = self._whole(i, state, cleared, fields, shared)
             for hook in hooks:
                 packed = hook(optimizer, packed) or packed
-            params = _numbered(optimizer, packed["param_groups"])
+            params = savedform.numbered(optimizer, packed["param_groups"])
             found = {id(params[key]): value for key, value in packed["state"].items() if key in params}
             state = {param: value for param, value in found.items() if param not in cleared}
             fields = [
@@ -369,39 +370,6 @@ def _is_number(value: Any) -> bool:
 
 def _place(slot: Slot) -> str:
     return f"optimizer {slot.optimizer}, group {slot.group}, position {slot.position}"
-
-
-def _overrides(optimizer: Any, name: str) -> bool:
-    method = getattr(type(optimizer), name, None)
-    return method is not None and method is not getattr(torch.optim.Optimizer, name)
-
-
-def _saves_its_own_way(optimizer: Any) -> bool:
-    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-    return _overrides(optimizer, "state_dict") or any(getattr(optimizer, name, None) for name in hooks)
-
-
-def _saved(optimizer: Any) -> State:
-    """The optimizer's own state dict; the class' method, since checkpoint libraries replace the object's."""
-    saved: State = type(optimizer).state_dict(optimizer)
-    if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
-        raise UnsupportedConfigurationError(
-            f"{type(optimizer).__qualname__}.state_dict() gives no 'state' and 'param_groups'; save it by itself"
-        )
-    _numbered(optimizer, saved["param_groups"])
-    return saved
-
-
-def _numbered(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.Tensor]:
-    """Parameter objects by the numbers that a state dict of the optimizer gives them."""
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(group["params"]) for group in groups]
-    if counts != given:
-        raise UnsupportedConfigurationError(
-            f"{type(optimizer).__qualname__} has groups of {counts} parameters, but its state dict shows {given}"
-        )
-    pairs = zip(optimizer.param_groups, groups, strict=True)
-    return {n: p for live, shown in pairs for n, p in zip(shown["params"], live["params"], strict=True)}
 
 
 def _copied(value: Any) -> Any:
