@@ -71,10 +71,12 @@ def describe(
     pending, result.counters = taker.pending, taker.counters
     contents = tensors.raw([tensors.local(one.tensor) for one in pending])
     for one, content in zip(pending, contents, strict=True):
-        one.skeleton.update(tiny_skeleton(one.spec, content))
         if result.entries[one.key].skeleton is one.skeleton:
             result.entries[one.key] = counter_entry(one.spec, content)
-    result.objects = {key: values[key] for key, one in result.entries.items() if one.opaque}
+        else:
+            one.skeleton.update(tiny_skeleton(one.spec, content))
+    compound = (key for key, one in result.entries.items() if one.skeleton is not LEAF and one.opaque)
+    result.objects = {key: values[key] for key in compound}
     return result
 
 
