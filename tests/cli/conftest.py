@@ -18,7 +18,7 @@ LIMIT_S = 240.0
 
 _NAMED = [name.strip() for name in os.environ.get("HYPERSTATE_TEST_BACKEND", "").split(",") if name.strip()]
 if "torch" not in (_NAMED or installed()):
-    collect_ignore = ["test_demo_torch.py", "test_demo_files.py", "test_documents.py", "test_look_torch.py"]
+    collect_ignore = ["test_demo_torch.py", "test_demo_files.py", "test_look_torch.py"]
 
 
 class Done(NamedTuple):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import launched
@@ -34,16 +30,3 @@ def test_the_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
 
 def test_both_frameworks_print_the_same() -> None:
     assert launched.shown("torchrun")[1] == launched.shown("msrun")[1]
-
-
-def test_snippets_of_the_document_run_and_print_what_is_shown() -> None:
-    text = (launched.ROOT / "docs" / "mindspore.md").read_text(encoding="utf-8")
-    snippets, shown = (re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S) for kind in ("python", "text"))
-    assert 2 == len(snippets)
-    for snippet, expected in zip(snippets, shown, strict=True):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
-        done = subprocess.run(
-            [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert 0 == done.returncode, done.stderr
-        assert expected == done.stdout
