@@ -12,10 +12,11 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import chain
 from math import isfinite, prod
 from typing import Any, TypeVar
 
@@ -152,8 +153,15 @@ LONG_BITS = 1024
 """Longer integers travel in hexadecimal: Python reads and writes no decimal number of over 4300 digits."""
 
 
-def take_apart(value: Any, leaf: TakeLeaf) -> Any:
-    """The skeleton of `value`. `leaf` gets each non-plain object and returns its skeleton, or raises."""
+MAX_DEPTH = 100
+"""Deepest nesting of lists, tuples and dicts. Readers and writers of JSON, and Python itself, fail at about 300."""
+
+
+def take_apart(value: Any, leaf: TakeLeaf, depth: int = 0) -> Any:
+    """The skeleton of `value`. `leaf` gets each non-plain object and returns its skeleton, or raises.
+
+    Raises `UnsupportedConfigurationError` for a value that is nested too deep, or holds itself.
+    """
     kind = type(value)
     if kind not in _PLAIN:
         return leaf(value)
@@ -163,15 +171,18 @@ def take_apart(value: Any, leaf: TakeLeaf) -> Any:
         return value if value.bit_length() <= LONG_BITS else {"i": hex(value)}
     if kind is float:
         return value if isfinite(value) else {"f": struct.pack("<d", value).hex()}
-    if kind is list:
-        return [take_apart(item, leaf) for item in value]
-    if kind is tuple:
-        return {"(": [take_apart(item, leaf) for item in value]}
-    if kind is dict:
-        return {"{": [[take_apart(key, leaf), take_apart(item, leaf)] for key, item in value.items()]}
     if kind is complex:
         return {"c": struct.pack("<dd", value.real, value.imag).hex()}
-    return {"b": base64.b85encode(value).decode()}
+    if kind is bytes:
+        return {"b": base64.b85encode(value).decode()}
+    if depth == MAX_DEPTH:
+        raise UnsupportedConfigurationError(f"a value nested more than {MAX_DEPTH} levels deep, or holding itself")
+    inner = depth + 1
+    if kind is list:
+        return [take_apart(item, leaf, inner) for item in value]
+    if kind is tuple:
+        return {"(": [take_apart(item, leaf, inner) for item in value]}
+    return {"{": [[take_apart(key, leaf, inner), take_apart(item, leaf, inner)] for key, item in value.items()]}
 
 
 _PLAIN = frozenset({type(None), bool, str, int, float, list, tuple, dict, complex, bytes})
@@ -254,14 +265,15 @@ def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
     """
     meshes, layouts, specs, kinds = _Table[Mesh](), _Table[Layout](), _Table[TensorSpec](), _Table[tuple[Any, ...]]()
     numbers: dict[int, int] = {}  # by identity, for most are the same objects
-    rows = []
-    for key in sorted(entries, key=_order):
+    rows: list[list[Any]] = []
+    plain = _all_text(entries)
+    for key in sorted(entries) if plain else sorted(entries, key=_order):
         entry = entries[key]
         kind = numbers.get(id(entry))
         if kind is None:
             leaves = [specs.add(spec) for spec in entry.leaves]
             kind = numbers[id(entry)] = kinds.add(entry.kind, [entry.skeleton, leaves])
-        rows.append([kind, *[part if type(part) is str else take_apart((part,), refuse_leaf) for part in key]])
+        rows.append([kind, *key] if plain else [kind, *map(_packed_part, key)])
     packed_specs = [
         [spec.dtype, list(spec.shape), None if spec.layout is None else layouts.add(spec.layout), spec.form]
         for spec in specs
@@ -291,6 +303,19 @@ class _Table(dict[K, int]):
         return number
 
 
+def _all_text(keys: Iterable[Iterable[Any]]) -> bool:
+    """Whether all parts of all keys are strings, as nearly always."""
+    return set(map(type, chain.from_iterable(keys))) <= {str}
+
+
+def _packed_part(part: Any) -> Any:
+    return part if type(part) is str else take_apart((part,), refuse_leaf)
+
+
+def _unpacked_part(part: Any) -> Any:
+    return part if type(part) is str else put_together(part, refuse_leaf)[0]
+
+
 def _order(key: Key) -> Key:
     """Sorts keys whose parts are of any type."""
     return tuple([part if type(part) is str else "\0" + json.dumps(take_apart(part, refuse_leaf)) for part in key])
@@ -317,10 +342,10 @@ def _unpack(packed: Mapping[str, Any]) -> dict[Key, Entry]:
         for dtype, shape, layout, form in packed["specs"]
     ]
     kinds = [Entry(skeleton, tuple([specs[i] for i in leaves])) for skeleton, leaves in packed["kinds"]]
-    return {
-        tuple([part if type(part) is str else put_together(part, refuse_leaf)[0] for part in parts]): kinds[kind]
-        for kind, *parts in packed["rows"]
-    }
+    rows = [(kinds[kind], parts) for kind, *parts in packed["rows"]]
+    if _all_text(parts for _, parts in rows):
+        return {tuple(parts): kind for kind, parts in rows}
+    return {tuple(map(_unpacked_part, parts)): kind for kind, parts in rows}
 
 
 def _dtype(name: Any) -> str:

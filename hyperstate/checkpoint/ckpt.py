@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Self
 
 from ..errors import CheckpointError
@@ -21,7 +20,8 @@ from .boxes import offset_in
 from .container import MAX_NDIM
 from .manifest import Saved, Stored
 from .origins import Contents, Origin, blocks
-from .storage import Local, Reader
+from .single import appearing, open_parent
+from .storage import Reader
 
 SUFFIX = ".ckpt"
 SLICE = 512 << 20
@@ -51,9 +51,9 @@ class Ckpt:
 
     def __init__(self, path: str) -> None:
         self._stack = ExitStack()
-        store = Local(str(Path(path).parent))
+        store, name = open_parent(path)
         try:
-            self._reader: Reader = self._stack.enter_context(store.reader(Path(path).name))
+            self._reader: Reader = self._stack.enter_context(store.reader(name))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         scan = _Scan(self._reader, path)
@@ -182,16 +182,14 @@ class _Scan:
 
 def write(origin: Origin, path: str, section: str) -> None:
     """One section as a ``.ckpt`` file."""
-    store, name = Local(str(Path(path).parent)), Path(path).name
+    store, name = open_parent(path)
     tensors = [(n, stored) for n, stored in enumerate(origin.contents.tensors) if stored.section == section]
     lacking = sorted({stored.dtype for _, stored in tensors} - set(_TYPES))
     if lacking:
         raise CheckpointError(f"a .ckpt file can't hold tensors of {', '.join(lacking)}")
-    store.remove(name + ".new")
-    with store.writer(name + ".new") as file:
+    with appearing(store, name) as file:
         for number, stored in tensors:
             _write_tensor(origin, number, stored, file)
-    store.replace(name + ".new", name)
 
 
 def _write_tensor(origin: Origin, number: int, stored: Stored, file: Any) -> None:

@@ -128,6 +128,17 @@ def parse(header: bytes, size: int, where: str) -> tuple[dict[str, Part], dict[s
     return parts, metadata
 
 
+def offsets_of(metadata: Mapping[str, str], where: str) -> dict[str, tuple[int, ...]]:
+    """Where in its tensor each box of a file starts, if the header's `metadata` say so."""
+    if SHARDING not in metadata:
+        return {}
+    try:
+        found = json.loads(metadata[SHARDING])
+        return {name: tuple(map(int, entry[OFFSETS])) for name, entry in found.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise CheckpointError(f"{where}: {SHARDING} in its header can't be read") from None
+
+
 def _load(header: bytes, where: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)

@@ -47,6 +47,10 @@ class Contents:
     """Fields of param groups that no file can carry."""
     faults: tuple[Fault, ...] = ()
 
+    def nbytes_of(self, piece: Piece) -> int:
+        """Bytes of a part of a tensor."""
+        return self.tensors[piece.number].spec.itemsize * piece.box.size
+
 
 def contents_of(variants: Variants, groups: Classes, names: Classes, extra: Classes) -> Contents:
     """The contents of a checkpoint, from what all ranks hold."""

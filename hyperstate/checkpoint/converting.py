@@ -7,18 +7,19 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from .. import backend as backends
 from ..errors import CheckpointError, OptionError
-from ..layout import whole
+from ..layout import Box, whole
 from ..schema import Key
 from . import ckpt, folder, origins
 from .container import SAVE, lay_out
 from .manifest import NAME, PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
 from .origins import Contents, Origin, blocks
-from .storage import Local, Store, Writer, open_store
+from .progress import Meter, Progress
+from .single import appearing, local_path, open_parent
+from .storage import Store, Writer, open_store
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 FORMATS = ("own", "safetensors", "ckpt", "dcp")
@@ -38,14 +39,24 @@ class FileFormat(Protocol):
         """Write one."""
 
 
-def convert_at(source: Any, target: Any, to: str, names: Names, section: str, file_bytes: int) -> None:
+def convert_at(
+    source: Any,
+    target: Any,
+    to: str,
+    names: Names,
+    section: str,
+    file_bytes: int,
+    progress: Progress | None = None,
+) -> None:
     """See `hyperstate.checkpoint.convert`."""
     if to not in FORMATS or section not in SECTIONS:
         raise OptionError(f"to={to!r} must be one of {FORMATS}, section={section!r} one of {SECTIONS}")
     with open_origin(os.fspath(source)) as origin:
         origin = _Renamed(origin, names) if names is not None else origin
-        path = os.fspath(target)
-        _check_some(origin, os.fspath(source), section if to in ("safetensors", "ckpt") else "")
+        path = local_path(os.fspath(target))
+        only = section if to in ("safetensors", "ckpt") else ""
+        _check_some(origin, os.fspath(source), only)
+        origin = origin if progress is None else _Watched(origin, progress, only)
         if to == "own":
             write_own(origin, open_store(path))
         elif to == "safetensors":
@@ -53,7 +64,13 @@ def convert_at(source: Any, target: Any, to: str, names: Names, section: str, fi
         elif to == "ckpt":
             ckpt.write(origin, path, section)
         else:
+            _check_local(path)
             _foreign("torch", to).write(origin, path)
+
+
+def _check_local(path: str) -> None:
+    if "://" in path:
+        raise CheckpointError(f"{path}: a folder of PyTorch's DCP must be on a file system, not behind a URL")
 
 
 def _check_some(origin: Origin, source: str, section: str) -> None:
@@ -66,12 +83,14 @@ def _check_some(origin: Origin, source: str, section: str) -> None:
 
 def open_origin(path: str) -> Origin:
     """A checkpoint of any known format. Raises `CheckpointError` if it is none."""
+    path = local_path(path)
     if path.endswith(ckpt.SUFFIX):
         return ckpt.Ckpt(path)
     store = open_store(path)
     if store.size(NAME) is not None:
         return origins.own(store)
     if store.size(".metadata") is not None:
+        _check_local(path)
         return _foreign("torch", "dcp").open(path)
     return origins.safetensors(path)
 
@@ -114,6 +133,27 @@ class _Renamed:
             tied={rename(alias): rename(fqn) for alias, fqn in old.tied.items()},
         )
         self.read = origin.read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._origin.__exit__(*error)
+
+
+class _Watched:
+    """An origin that tells how far its reader is."""
+
+    def __init__(self, origin: Origin, progress: Progress, section: str) -> None:
+        self._origin = origin
+        self.contents = origin.contents
+        wanted = [stored for stored in self.contents.tensors if section in ("", stored.section)]
+        self._meter = Meter(progress, sum(stored.nbytes for stored in wanted))
+
+    def read(self, number: int, box: Box, view: memoryview) -> None:
+        """See `hyperstate.checkpoint.origins.Origin`."""
+        self._origin.read(number, box, view)
+        self._meter.step(len(view), self.contents.tensors[number].name)
 
     def __enter__(self) -> Self:
         return self
@@ -223,11 +263,9 @@ def write_safetensors(origin: Origin, path: str, section: str, file_bytes: int) 
     numbers = [number for number, stored in enumerate(contents.tensors) if stored.section == section]
     single = path.endswith(origins.SUFFIX)
     parts = _split(contents, numbers, None if single else file_bytes)
-    place = Local(str(Path(path).parent) if single else path)
-    names = ["model.safetensors"]
-    if single:
-        names = [Path(path).name]
-    elif len(parts) > 1:
+    place, name = open_parent(path) if single else (open_store(path), "model.safetensors")
+    names = [name]
+    if len(parts) > 1:
         names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     for name, part in zip(names, parts, strict=True):
         _write_plain(origin, place, name, part)
@@ -252,14 +290,11 @@ def _split(contents: Contents, numbers: Sequence[int], limit: int | None) -> lis
     return parts
 
 
-def _write_plain(origin: Origin, store: Local, name: str, numbers: Sequence[int]) -> None:
+def _write_plain(origin: Origin, store: Store, name: str, numbers: Sequence[int]) -> None:
     tensors = origin.contents.tensors
     described = [(tensors[n].name, tensors[n].dtype, tensors[n].shape) for n in numbers]
     first, starts = lay_out([(*one, (0,) * len(one[2])) for one in described], {}, sharded=False)
-    temporary = name + ".new"
-    store.remove(temporary)
-    with store.writer(temporary) as file:
+    with appearing(store, name) as file:
         file.write(first)
         for number in sorted(numbers, key=lambda n: (starts[tensors[n].name], tensors[n].nbytes)):
             _stream(origin, number, file.write)
-    store.replace(temporary, name)

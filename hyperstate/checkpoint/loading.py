@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -11,7 +12,14 @@ from ..agree import Call, Classes
 from ..backend import Backend, Local, Tensors, choose_for_call
 from ..collect import Held
 from ..describe import Values, show
-from ..errors import AmbiguousLayoutError, Fault, IncompatibleStateError, raise_faults
+from ..errors import (
+    AmbiguousLayoutError,
+    CheckpointError,
+    DisagreementError,
+    Fault,
+    IncompatibleStateError,
+    raise_faults,
+)
 from ..flows import (
     Faults,
     Given,
@@ -31,12 +39,15 @@ from ..schema import LEAF, Key, TensorSpec, counter_of, put_together
 from ..setters import IncompatibleKeys, Target
 from ..statelayout import AMBIGUOUS, OPAQUE, fresh_state
 from .boxes import offset_in, reads
-from .folder import open_file, read_manifest
+from .folder import id_at, open_file, read_manifest
 from .manifest import Manifest, Saved, Stored
+from .progress import Meter, Progress
 from .storage import Reader, Store, open_store
 
 BLOCK = 64 << 20
 """Bytes that are read at a time where a box is no run of bytes of the file."""
+TRIES = 5
+"""How often a load begins anew because somebody saves to the path meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +72,24 @@ class Load:
     timeout: float | None = None
     device: Any = None
     state_form: str | None = None
+    progress: Progress | None = None
+
+
+class _ReplacedError(Exception):
+    """Another checkpoint came to the path while this one was read."""
 
 
 @collector_paused()
 def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     """See `hyperstate.checkpoint.load`."""
+    for _ in range(TRIES - 1):
+        with suppress(_ReplacedError):
+            return _load(model, optimizer, wish, again=True)
+    return _load(model, optimizer, wish, again=False)
+
+
+def _load(model: Any, optimizer: Any, wish: Load, *, again: bool) -> Loaded:
+    """One try. With `again`, `_ReplacedError` on all ranks if it failed because somebody saves to the path."""
     backend, refusal = choose_for_call(first_of(model), first_of(optimizer))
     faults = Faults(backend, refusal)
     store = faults.guard(lambda: open_store(wish.path))
@@ -83,14 +107,19 @@ def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     meshes = meshes_in_use(backend, model, target.held.meshes(), faults)
     with turn(backend):
         call = open_call(backend, "load", meshes, faults, wish.ranks, wish.timeout, whole_job=True)
-        plan = None if match is None else faults.guard(lambda: _plan(backend, target, match))
-        unexpected = _agree(call, faults.found, match, strict=opts.strict)
-        assert store is not None and manifest is not None and match is not None and plan is not None
-        model_dict, optim_dict = {}, {}
-        read = faults.guard(lambda: _read(backend, store, manifest, plan))
-        if read is not None:
-            model_dict, optim_dict = faults.guard(lambda: match.state_dicts(backend, read)) or ({}, {})
-        call.ready(faults.found)
+        try:
+            plan = None if match is None else faults.guard(lambda: _plan(backend, target, match))
+            unexpected = _agree(call, faults.found, match, strict=opts.strict)
+            assert store is not None and manifest is not None and match is not None and plan is not None
+            model_dict, optim_dict = {}, {}
+            read = faults.guard(lambda: _read(backend, store, manifest, plan, wish.progress))
+            if read is not None:
+                model_dict, optim_dict = faults.guard(lambda: match.state_dicts(backend, read)) or ({}, {})
+            call.ready(faults.found)
+        except (CheckpointError, DisagreementError) as error:
+            if again and _replaced(call, store, manifest):
+                raise _ReplacedError from error
+            raise
         # What the checkpoint names and this rank's target lacks was left out above, so what is told here is missing.
         keys = put(
             "load",
@@ -104,6 +133,13 @@ def load_into(model: Any, optimizer: Any, wish: Load) -> Loaded:
     extras = {rank: put_together(skeleton, _counter(backend)) for ranks, skeleton in manifest.extra for rank in ranks}
     extra = extras.get(call.me, extras[min(extras)] if extras else None)
     return Loaded(keys._replace(unexpected_keys=[*keys.unexpected_keys, *unexpected]), extra, extras)
+
+
+def _replaced(call: Call, store: Store | None, manifest: Manifest | None) -> bool:
+    """Whether all ranks now see a checkpoint, and some another one than before. All ranks get the same answer."""
+    now = (id_at(store) if store is not None else "") or "-"
+    seen = [ids.split() for ids in call.compare({f"{'-' if manifest is None else manifest.id} {now}": ""})]
+    return all(now != "-" for _, now in seen) and any(was != now for was, now in seen)
 
 
 def _agree(call: Call, faults: list[Fault], match: _Match | None, *, strict: bool) -> list[str]:
@@ -246,6 +282,11 @@ class _Wanted:
     like: Any
     """The target's sharded tensor, where it has one."""
 
+    def held_by(self, chunk: int) -> int:
+        """Bytes of it that stand in the chunk of that number."""
+        common = intersect(self.box, self.stored.chunks[chunk].box)
+        return 0 if common is None else self.stored.itemsize * common.size
+
 
 def _plan(backend: Backend, target: Target, match: _Match) -> list[_Wanted]:
     """The tensors that this rank reads. Raises for those that can't fit."""
@@ -287,9 +328,12 @@ def _target(key: Key, stored: Stored, target: Target, *, single: bool) -> tuple[
 # -- reading -----------------------------------------------------------------------------------------
 
 
-def _read(backend: Backend, store: Store, manifest: Manifest, plan: list[_Wanted]) -> dict[tuple[Key, int], Any]:
+def _read(
+    backend: Backend, store: Store, manifest: Manifest, plan: list[_Wanted], progress: Progress | None
+) -> dict[tuple[Key, int], Any]:
     """The tensors of `plan`, on the host; sharded ones hold this rank's part alone."""
     tensors = backend.tensors
+    meter = Meter(progress, sum(wanted.stored.itemsize * wanted.box.size for wanted in plan))
     locals_: dict[int, Local] = {}
     by_file: dict[int, list[tuple[int, int]]] = {}
     for i, wanted in enumerate(plan):
@@ -297,14 +341,19 @@ def _read(backend: Backend, store: Store, manifest: Manifest, plan: list[_Wanted
             if wanted.box.size and intersect(wanted.box, chunk.box) is not None:
                 by_file.setdefault(chunk.file, []).append((i, j))
     for file in sorted(by_file):
-        with open_file(store, manifest, manifest.files[file]) as (reader, _):
+        with open_file(store, manifest, manifest.files[file]) as opened:
+            reader = opened.reader
             for i, j in by_file[file]:
+                if fault := opened.fault(plan[i].stored, plan[i].stored.chunks[j]):
+                    raise CheckpointError(f"{store.path}/{manifest.files[file].name}: {fault}")
+                mapped = None
                 if i not in locals_:
-                    locals_[i] = _mapped(tensors, reader, plan[i], j)
-                    if locals_[i] is not None:
-                        continue
-                    locals_[i] = tensors.empty(plan[i].box.shape, plan[i].stored.dtype, None)
-                _read_chunk(tensors, reader, plan[i], j, locals_[i])
+                    mapped = _mapped(tensors, reader, plan[i], j)
+                    empty = tensors.empty(plan[i].box.shape, plan[i].stored.dtype, None) if mapped is None else None
+                    locals_[i] = empty if mapped is None else mapped
+                if mapped is None:
+                    _read_chunk(tensors, reader, plan[i], j, locals_[i])
+                meter.step(plan[i].held_by(j), manifest.files[file].name)
     for i, wanted in enumerate(plan):
         if i not in locals_:
             locals_[i] = tensors.empty(wanted.box.shape, wanted.stored.dtype, None)

@@ -13,9 +13,10 @@ from ..errors import CheckpointError
 from ..layout import Box, intersect
 from ..schema import DTYPES, LEAF, Key
 from .boxes import offset_in, reads, tiling_fault
-from .container import OFFSETS, SHARDING, Part
-from .folder import open_file, read_header, read_manifest
+from .container import Part, offsets_of
+from .folder import Opened, open_file, read_header, read_manifest
 from .manifest import NAME, Chunk, File, Manifest, Saved, Stored
+from .single import open_parent
 from .storage import Reader, Store, open_store
 
 BLOCK = 16 << 20
@@ -58,6 +59,7 @@ class Chunked:
         self.files = tuple(file.name for file in manifest.files)
         self._store, self._manifest, self._own = store, manifest, own
         self._stack, self._open = ExitStack(), dict[int, Reader]()
+        self._headers = dict[int, Opened]()
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +72,8 @@ class Chunked:
         if number not in self._open:
             file = self._manifest.files[number]
             if self._own:
-                reader = self._stack.enter_context(open_file(self._store, self._manifest, file))[0]
+                self._headers[number] = self._stack.enter_context(open_file(self._store, self._manifest, file))
+                reader = self._headers[number].reader
             else:
                 reader = self._stack.enter_context(self._store.reader(file.name))
             self._open[number] = reader
@@ -86,6 +89,8 @@ class Chunked:
     def _read_chunk(self, stored: Stored, chunk: Chunk, common: Box, box: Box, view: memoryview) -> None:
         """The part `common` of a chunk, into `view`, which holds `box`."""
         reader, size = self._reader(chunk.file), stored.itemsize
+        if self._own and (fault := self._headers[chunk.file].fault(stored, chunk)):
+            raise CheckpointError(f"{self._store.path}/{self.files[chunk.file]}: {fault}")
         for cover, part in reads(chunk.box.shape, common.within(chunk.box), size, BLOCK):
             start = chunk.start + size * offset_in(chunk.box.shape, cover.start)
             place = Box(*(tuple(a + b for a, b in zip(end, chunk.box.start, strict=True)) for end in part))
@@ -136,10 +141,13 @@ def safetensors(path: str) -> Origin:
     store, names = _files(path)
     files, chunks, kinds = [], dict[str, list[Chunk]](), dict[str, tuple[str, bool]]()
     for number, name in enumerate(names):
-        with store.reader(name) as reader:
-            parts, metadata = read_header(reader, f"{store.path}/{name}")
-            files.append(File(name, reader.size))
-        offsets = _offsets(metadata.get(SHARDING), f"{store.path}/{name}")
+        try:
+            with store.reader(name) as reader:
+                parts, metadata = read_header(reader, f"{store.path}/{name}")
+                files.append(File(name, reader.size))
+        except FileNotFoundError:
+            raise CheckpointError(f"{store.path}/{name} is missing") from None
+        offsets = offsets_of(metadata, f"{store.path}/{name}")
         for part in parts.values():
             start = offsets.get(part.name, (0,) * len(part.shape))
             box = _box(start, part, f"{store.path}/{name}")
@@ -157,12 +165,11 @@ def safetensors(path: str) -> Origin:
 
 def _files(path: str) -> tuple[Store, list[str]]:
     """The folder and the names of the files in it that belong together."""
-    store = open_store(path)
     if path.endswith((SUFFIX, INDEX)):
-        parent, _, name = path.rpartition("/")
-        store = open_store(parent or ".")
+        store, name = open_parent(path)
         names = [name]
     else:
+        store = open_store(path)
         names = [name for name in store.names() if name.endswith((SUFFIX, INDEX))]
     for index in [name for name in names if name.endswith(INDEX)]:
         data = store.read(index)
@@ -174,17 +181,6 @@ def _files(path: str) -> tuple[Store, list[str]]:
     if not names:
         raise CheckpointError(f"{path} holds neither {NAME} nor safetensors files")
     return store, names
-
-
-def _offsets(text: str | None, where: str) -> dict[str, tuple[int, ...]]:
-    """Where the boxes of a file start, if its header says so."""
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-        return {name: tuple(map(int, entry[OFFSETS])) for name, entry in found.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"{where}: {SHARDING} in its header can't be read") from None
 
 
 def _box(start: tuple[int, ...], part: Part, where: str) -> Box:

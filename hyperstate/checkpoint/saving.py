@@ -27,12 +27,13 @@ from ..getters import check_twins, describe_held
 from ..layout import Box
 from ..merge import check_alike, check_groups, merge
 from ..options import StateDictOptions, read_options
-from ..schema import refuse_leaf, take_apart
 from . import folder
 from .aside import Aside
 from .container import SAVE, lay_out
 from .contents import Contents, Piece, contents_of, own_pieces
+from .extra import take_extra
 from .manifest import PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
+from .progress import Meter, Progress
 from .storage import Store, open_store
 
 CHANNEL = "save/"
@@ -53,6 +54,7 @@ class Job:
     """What this rank writes, and where its bytes are."""
     keep: int | None
     naming: str
+    meter: Meter
 
     def write(self) -> None:
         """Write, and wait until the checkpoint is visible. Raises the same error on all ranks if that fails on any."""
@@ -111,6 +113,7 @@ class Job:
                     data = host_bytes(self.call.backend.tensors, source)
                     sums.add(data)
                     file.write(data)
+                    self.meter.step(len(data), name)
                     start = starts[tensors[piece.number].name]
                     rows.append([piece.number, list(piece.box.start), list(piece.box.stop), start])
                     size += len(data)
@@ -225,6 +228,7 @@ class Wish:
     options: Any = None
     ranks: Any = None
     timeout: float | None = None
+    progress: Progress | None = None
 
 
 @collector_paused()
@@ -242,7 +246,7 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
     if refusal is None:
         held = faults.guard(lambda: hold_for_get(backend, model, optimizer, None, opts, "save")) or held
     store = faults.guard(lambda: open_store(wish.path))
-    extra = faults.guard(lambda: take_apart(wish.extra, refuse_leaf))
+    extra = faults.guard(lambda: take_extra(wish.extra))
     faults.guard(lambda: _check_keep(wish, store))
     meshes = meshes_in_use(backend, model, held.meshes(), faults)
     with turn(backend):
@@ -266,7 +270,8 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
     assert store is not None
     pieces = [(piece, _source(backend, held, contents, piece)) for piece in own_pieces(contents.tensors, call.me)]
     apart = Call(backend, call.ranks, call.what, call.timeout, CHANNEL)
-    return Job(apart, store, folder.Order(*classes["order"][0][1]), contents, pieces, wish.keep, opts.names)
+    meter = Meter(wish.progress, sum(contents.nbytes_of(piece) for piece, _ in pieces))
+    return Job(apart, store, folder.Order(*classes["order"][0][1]), contents, pieces, wish.keep, opts.names, meter)
 
 
 def _check_keep(wish: Wish, store: Store | None) -> None:

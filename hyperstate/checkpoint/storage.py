@@ -161,7 +161,7 @@ class Local:
             try:
                 with open(self._root / name, "rb", opener=_regular) as file:
                     return file.read()
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 return None
 
     def size(self, name: str) -> int | None:
@@ -176,6 +176,8 @@ class Local:
             try:
                 return sorted(each.name for each in (self._root / name).iterdir())
             except (FileNotFoundError, NotADirectoryError):
+                if not name and self._root.is_file():
+                    raise CheckpointError(f"{self.path} is a file, and a checkpoint is a folder") from None
                 return []
 
     def move(self, old: str, new: str) -> None:
@@ -186,7 +188,7 @@ class Local:
         import shutil  # slow to import, and a load needs it not
 
         path = self._root / name
-        with _telling(str(path), "remove"), suppress(FileNotFoundError):
+        with _telling(str(path), "remove"), suppress(FileNotFoundError, NotADirectoryError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

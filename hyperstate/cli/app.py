@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +43,11 @@ def hyperstate(
     """The state of sharded training: get it, set it, move it between meshes."""
 
 
-for _command in (doctor, inspect, diff, verify, convert, plan, visualize):
-    app.command()(_command)
+def _help(command: Callable[..., None]) -> str:
+    """A docstring with its paragraphs in one line each: the terminal breaks them where it is wide."""
+    return "\n\n".join(" ".join(part.split()) for part in cleandoc(command.__doc__ or "").split("\n\n"))
 
 
-@app.command()
 def demo(
     backend: Annotated[
         str | None,
@@ -104,6 +106,10 @@ def demo(
         raise typer.Exit(REFUSED) from None
     if not outcome.equal:
         raise typer.Exit(NOT_EQUAL)
+
+
+for _command in (demo, doctor, inspect, diff, verify, convert, plan, visualize):
+    app.command(help=_help(_command))(_command)
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,18 +6,33 @@ import json as jsonlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ..errors import HyperstateError
 from ..pictures.drawing import size
 
 DIFFERENT, REFUSED = 1, 2
 """Exit codes besides 0: there are differences or damage; the command could not do what was asked."""
+
+CHECKPOINT = "A checkpoint, by path or URL: ours, PyTorch's DCP, safetensors, MindSpore's .ckpt."
+
+FILTER = "Only names that match: *.layers.0.*"
 
 Json = Annotated[
     str | None,
@@ -26,7 +41,9 @@ Json = Annotated[
 
 
 __all__ = [
+    "CHECKPOINT",
     "DIFFERENT",
+    "FILTER",
     "REFUSED",
     "Json",
     "RefusedError",
@@ -34,12 +51,15 @@ __all__ = [
     "check_target",
     "console",
     "count",
+    "counted",
     "errors",
+    "matches",
     "progress",
     "refusing",
     "report",
     "seconds",
     "size",
+    "steps",
     "write",
 ]
 
@@ -98,9 +118,19 @@ def write(path: Path, text: str) -> None:
         raise RefusedError(f"{path}: the result can't be written: {error.strerror or error}") from None
 
 
+def matches(name: str, pattern: str | None) -> bool:
+    """Whether ``--filter`` lets a name through."""
+    return pattern is None or fnmatchcase(name, pattern)
+
+
 def count(number: float) -> str:
     """A number with thousands apart."""
     return f"{number:,.0f}"
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things: ``1 file``, ``2 files``."""
+    return f"{count(number)} {word}{'s' * (number != 1)}"
 
 
 def seconds(value: float) -> str:
@@ -115,10 +145,24 @@ def seconds(value: float) -> str:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error for long work, silent where that is no terminal. Yields a function that adds steps."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    place = Console(stderr=True)
-    with Progress(*columns, console=place, transient=True, disable=not place.is_terminal) as bar:
+def progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error for long work, silent where that is no terminal. Yields a function that takes the bytes
+    done, those to do, and what is being done."""
+    with _bar(what, DownloadColumn(binary_units=True), TransferSpeedColumn(), TextColumn("{task.fields[what]}")) as bar:
+        task = bar.add_task(what, total=None, what="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, what=escape(name[-40:]))
+
+
+@contextmanager
+def steps(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """The same for work in steps. Yields a function that adds some."""
+    with _bar(what, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda steps: bar.advance(task, steps)
+        yield lambda number: bar.advance(task, number)
+
+
+def _bar(what: str, *columns: ProgressColumn) -> Progress:
+    place = Console(stderr=True)
+    return Progress(
+        TextColumn(what), BarColumn(), *columns, console=place, transient=True, disable=not place.is_terminal
+    )

@@ -36,7 +36,10 @@ class Distance:
     max_abs: float = 0.0
     """Largest absolute difference; NaN if a number stands where the other has none."""
     max_ulp: int = 0
-    """Largest number of floating-point numbers between two values; 0 for integers and bools."""
+    """Most steps from one floating-point number to the next between two values of one sign (zeros have both); 0 for
+    integers and bools. Across zero lie billions of tiny numbers, which would say nothing."""
+    signs: int = 0
+    """Elements of which one is above zero and the other below."""
     numeric: bool = True
     """False where the dtype's numbers can't be told here: then only `differing` counts."""
 
@@ -74,7 +77,11 @@ def _stretch(a: bytes, b: bytes, dtype: str, start: int, found: Distance) -> Non
                 found.max_abs = float("nan")
             elif not (isnan(x) or isnan(found.max_abs)):
                 found.max_abs = max(found.max_abs, float(abs(x - y)) if x != y else 0.0)
-            if lines is not None and not (isnan(x) or isnan(y)):
+            if lines is None or isnan(x) or isnan(y):
+                continue
+            if (x < 0 < y) or (y < 0 < x):
+                found.signs += 1
+            else:
                 found.max_ulp = max(found.max_ulp, abs(lines[0][j] - lines[1][j]))
 
 

@@ -11,7 +11,9 @@ from typing import Any
 from ..checkpoint import manifest
 from ..checkpoint.converting import open_origin
 from ..checkpoint.manifest import Chunk, Saved, Stored
-from ..checkpoint.origins import Contents, Origin
+from ..checkpoint.origins import INDEX, SUFFIX, Contents, Origin
+from ..checkpoint.single import local_path
+from ..checkpoint.storage import open_store
 from ..errors import CheckpointError
 from ..foreign import unpickle
 from ..foreign.metadata import entries_of, field_of, neutral
@@ -45,7 +47,7 @@ class Opened:
 
 
 @contextmanager
-def open_contents(path: Path, *, values: bool = False) -> Iterator[Opened]:
+def open_contents(path: str, *, values: bool = False) -> Iterator[Opened]:
     """Open a checkpoint; with `values` so that its tensors can be read.
 
     Metadata and headers alone are read, and no framework is needed, unless `values` of a folder of PyTorch's DCP are
@@ -55,21 +57,33 @@ def open_contents(path: Path, *, values: bool = False) -> Iterator[Opened]:
     if kind == "PyTorch DCP" and not values:
         yield _of_dcp(path)
         return
-    with open_origin(str(path)) as origin:
+    with open_origin(path) as origin:
         yield Opened(kind, origin.contents, getattr(origin, "files", ()), origin)
 
 
-def format_of(path: Path) -> str:
-    """What kind of checkpoint lies at `path`, by its files. Raises `CheckpointError` where there is nothing."""
-    if "://" not in str(path) and not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    if (path / manifest.NAME).is_file() or "://" in str(path):
-        return "hyperstate"
-    if (path / METADATA).is_file():
-        return "PyTorch DCP"
-    if path.name.endswith(".ckpt"):
+def format_of(path: str) -> str:
+    """What kind of checkpoint lies at `path`, by its files. Raises `NoCheckpointError` where there is none."""
+    where = local_path(path)
+    if "://" not in where and not Path(where).exists():
+        raise NoCheckpointError(f"{path}: no such file or folder")
+    if where.endswith(".ckpt"):
         return "MindSpore"
-    return "safetensors"
+    if where.endswith((SUFFIX, INDEX)):
+        return "safetensors"
+    store = open_store(where)
+    if "://" not in where and not Path(where).is_dir():
+        raise NoCheckpointError(f"{path} is a file, but neither a .safetensors nor a .ckpt file, so no checkpoint")
+    if store.size(manifest.NAME) is not None:
+        return "hyperstate"
+    if store.size(METADATA) is not None:
+        return "PyTorch DCP"
+    if any(name.endswith((SUFFIX, INDEX)) for name in store.names()):
+        return "safetensors"
+    raise NoCheckpointError(f"{path} holds neither {manifest.NAME} nor {METADATA} nor safetensors files")
+
+
+class NoCheckpointError(CheckpointError):
+    """There is nothing to look at."""
 
 
 def is_of_optimizer(key: str) -> bool:
@@ -77,10 +91,10 @@ def is_of_optimizer(key: str) -> bool:
     return key.startswith(_OPTIMIZER)
 
 
-def _of_dcp(path: Path) -> Opened:
+def _of_dcp(path: str) -> Opened:
     """From PyTorch's metadata: tensors, and which file has which chunk."""
-    where = str(path / METADATA)
-    record = unpickle.loads((path / METADATA).read_bytes(), where)
+    where = f"{path}/{METADATA}"
+    record = unpickle.loads(open_store(path).read(METADATA) or b"", where)
     table = field_of(record, "state_dict_metadata")
     places, files = _places(field_of(record, "storage_data"))
     tensors: list[Stored] = []

@@ -12,14 +12,13 @@ from rich.console import Console
 
 from ..checkpoint.converting import FORMATS, convert_at
 from ..checkpoint.manifest import SECTIONS
-from .common import Json, RefusedError, check_target, errors, refusing, report, size
+from ..checkpoint.single import local_path
+from .common import CHECKPOINT, Json, RefusedError, check_target, progress, refusing, report, size
 
 
 def convert(
-    source: Annotated[
-        str, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, safetensors, MindSpore's .ckpt.", metavar="PATH")
-    ],
-    target: Annotated[str, typer.Argument(help="The file or folder to write.", metavar="TARGET")],
+    source: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="PATH")],
+    target: Annotated[str, typer.Argument(help="The file or folder to write, by path or URL.", metavar="TARGET")],
     to: Annotated[str, typer.Option(help=f"The format: {', '.join(FORMATS)}.")] = "own",
     section: Annotated[
         str, typer.Option(help=f"What safetensors and ckpt files get: {' or '.join(SECTIONS)}.")
@@ -40,8 +39,8 @@ def convert(
         if file_mib < 1:
             raise RefusedError(f"--file-mib {file_mib}: must be 1 at least")
         renamed = None if names is None else _read_names(names)
-        with errors().status(f"writing {target} …"):
-            convert_at(source, target, to, renamed, section, file_mib << 20)
+        with progress("converting") as step:
+            convert_at(source, target, to, renamed, section, file_mib << 20, step)
         value = {"source": source, "target": target, "to": to, "nbytes": _bytes_at(target)}
         report(json, value, lambda console: _show(console, value))
 
@@ -58,7 +57,7 @@ def _read_names(path: Path) -> dict[str, str]:
 
 def _bytes_at(target: str) -> int | None:
     """Bytes of what was written; None for a URL."""
-    path = Path(target)
+    path = Path(local_path(target))
     if path.is_dir():
         return sum(Path(folder, file).stat().st_size for folder, _, files in os.walk(path) for file in files)
     return path.stat().st_size if path.is_file() else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +11,22 @@ from rich.console import Console
 
 from ..checkpoint.manifest import Saved
 from ..checkpoint.origins import blocks
+from ..checkpoint.progress import Meter
 from ..schema import DTYPES, Key, alike, counter_of, put_together
-from .common import DIFFERENT, Json, RefusedError, check_target, count, progress, refusing, report
+from .common import (
+    CHECKPOINT,
+    DIFFERENT,
+    FILTER,
+    Json,
+    RefusedError,
+    check_target,
+    count,
+    counted,
+    matches,
+    progress,
+    refusing,
+    report,
+)
 from .compare import Distance, compare, numbers
 from .contents import Opened, open_contents
 
@@ -43,8 +55,8 @@ class Difference:
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(help="A checkpoint: ours, PyTorch's DCP, safetensors, MindSpore's .ckpt.")],
-    second: Annotated[Path, typer.Argument(help="Another; of any format, saved from any mesh.")],
+    first: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="FIRST")],
+    second: Annotated[str, typer.Argument(help="Another; of any format, saved from any mesh.", metavar="SECOND")],
     digest: Annotated[
         bool,
         typer.Option(
@@ -53,19 +65,20 @@ def diff(
         ),
     ] = False,
     filter: Annotated[  # noqa: A002  # the option's name
-        str | None, typer.Option(metavar="GLOB", help="Compare only names that match: *.layers.0.*")
+        str | None, typer.Option(metavar="GLOB", help=FILTER)
     ] = None,
     json: Json = None,
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and values bit by bit, with the largest difference in absolute
-    terms and in units of the last place (ulp). Tensors are compared whole, however they were cut.
+    terms and, between numbers of one sign, in units of the last place (ulp). Tensors are compared whole, however they
+    were cut.
 
     Exit code 1: they differ; 2: one can't be read.
     """
     with refusing("diff"):
         check_target(json)
         with open_contents(first, values=True) as one, open_contents(second, values=True) as two:
-            wanted = [key for key in _keys(one, two) if filter is None or fnmatchcase(show_key(key), filter)]
+            wanted = [key for key in _keys(one, two) if matches(show_key(key), filter)]
             if not wanted:
                 text = (
                     f"no name matches {filter!r}"
@@ -73,8 +86,9 @@ def diff(
                     else "neither has values of a model or optimizer"
                 )
                 raise RefusedError(f"nothing to compare: {text}")
-            with progress("comparing", max(1, sum(one.nbytes_of(key) for key in wanted) >> 20)) as step:
-                found = [d for key in wanted for d in compare_key(one, two, key, digest=digest, step=step)]
+            with progress("comparing") as step:
+                meter = Meter(step, sum(one.nbytes_of(key) for key in wanted))
+                found = [d for key in wanted for d in compare_key(one, two, key, digest=digest, meter=meter)]
             if filter is None:
                 found += _groups(one, two)
         value = {
@@ -96,9 +110,7 @@ def _keys(one: Opened, two: Opened) -> list[Key]:
     return sorted({*one.contents.entries, *two.contents.entries}, key=lambda key: (key[0] != "model", show_key(key)))
 
 
-def compare_key(
-    one: Opened, two: Opened, key: Key, *, digest: bool, step: Callable[[int], None]
-) -> Iterator[Difference]:
+def compare_key(one: Opened, two: Opened, key: Key, *, digest: bool, meter: Meter) -> Iterator[Difference]:
     """The differences under one name."""
     name, a, b = show_key(key), one.contents.entries.get(key), two.contents.entries.get(key)
     if a is None or b is None:
@@ -119,7 +131,7 @@ def compare_key(
             distance = _distance(one, left, two, right, digest)
             if distance.differing:
                 yield Difference("value", name, elements=x.nbytes // x.itemsize, distance=distance)
-        step(x.nbytes >> 20)
+        meter.step(x.nbytes, x.name)
 
 
 def _brief(opened: Opened, entry: Saved | None) -> str:
@@ -201,9 +213,7 @@ def _show(console: Console, found: list[Difference], compared: int) -> None:
         if len(some) > SHOWN:
             console.print(f"  … and {len(some) - SHOWN} more")
     verdict = "[bold red]DIFFERENT[/]" if found else "[bold green]EQUAL[/]"
-    console.print(
-        f"{verdict}: {count(compared)} names compared, {count(len(found))} difference{'s' * (len(found) != 1)}"
-    )
+    console.print(f"{verdict}: {counted(compared, 'name')} compared, {counted(len(found), 'difference')}")
 
 
 def _how(one: Difference) -> str:
@@ -214,4 +224,8 @@ def _how(one: Difference) -> str:
     if not d.numeric:
         return ": the bytes differ"
     ulp = f", {count(d.max_ulp)} ulp" if d.max_ulp else ""
-    return f": {count(d.differing)} of {count(one.elements)} elements, at most {d.max_abs:.4g}{ulp}; first at {d.first}"
+    sign = f"; {count(d.signs)} with the other sign" if d.signs else ""
+    return (
+        f": {count(d.differing)} of {counted(one.elements, 'element')}, at most {d.max_abs:.4g}{ulp}{sign}; "
+        f"first at {d.first}"
+    )

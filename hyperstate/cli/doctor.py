@@ -22,7 +22,7 @@ from ..backend import VARIABLE, installed
 from ..errors import OptionError
 from ..testing import Pool, RankFailure
 from ..transfer import BUCKET_VARIABLE, message_limit
-from .common import DIFFERENT, Json, check_target, progress, refusing, report
+from .common import DIFFERENT, Json, check_target, refusing, report, steps
 from .demo import first_words
 from .probe import MARK
 
@@ -76,7 +76,7 @@ def doctor(
         os.environ.setdefault("GLOG_v", "3")  # else MindSpore's ranks log a warning for each connection
         names = installed()
         backends = []
-        with progress("looking at the backends", len(names)) as step:
+        with steps("looking at the backends", len(names)) as step:
             for name in names:
                 backends.append(examine(name, quick=quick, timeout=timeout))
                 step(1)

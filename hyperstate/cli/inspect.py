@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from ..checkpoint.manifest import Stored
-from ..schema import put_together
-from .common import Json, check_target, count, refusing, report, size
+from ..checkpoint.manifest import SECTIONS, Stored
+from ..checkpoint.origins import Contents
+from ..schema import Key, put_together
+from .common import CHECKPOINT, FILTER, Json, RefusedError, check_target, counted, matches, refusing, report, size
 from .contents import Opened, open_contents
 
 FQNS = 3
@@ -22,16 +22,13 @@ FQNS = 3
 
 
 def inspect(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="A checkpoint: ours, PyTorch's DCP, a file or folder of safetensors (Hugging Face, MindSpore)."
-        ),
-    ],
+    path: Annotated[str, typer.Argument(help=CHECKPOINT, metavar="PATH")],
     filter: Annotated[  # noqa: A002  # the option's name
-        str | None, typer.Option(metavar="GLOB", help="Only names that match: *.layers.0.*")
+        str | None, typer.Option(metavar="GLOB", help=FILTER)
     ] = None,
-    section: Annotated[str | None, typer.Option(help="Only the model's or the optimizer's: model, optim.")] = None,
+    section: Annotated[
+        str | None, typer.Option(metavar="SECTION", help="Only the model's or the optimizer's: model or optim.")
+    ] = None,
     depth: Annotated[int | None, typer.Option(help="Levels of names to open; below them sums.")] = None,
     held: Annotated[bool, typer.Option("--held", help="Also which file holds which region of each tensor.")] = False,
     json: Json = None,
@@ -43,21 +40,54 @@ def inspect(
     """
     with refusing("inspect"):
         check_target(json)
+        if section not in (None, *SECTIONS):
+            raise RefusedError(f"--section {section}: must be {' or '.join(SECTIONS)}")
+        wanted = Wanted(filter, section)
         with open_contents(path) as opened:
-            tensors = [
-                one
-                for one in opened.contents.tensors
-                if (section is None or one.section == section) and (filter is None or fnmatchcase(one.name, filter))
-            ]
-            value = _value(path, opened, tensors)
+            tensors = [one for one in opened.contents.tensors if wanted.takes(one.section, one.name)]
+            value = _value(path, opened, tensors, wanted)
+            if wanted.some and not (tensors or value["values"] or value["param_groups"]):
+                raise RefusedError(f"{path} holds nothing that {wanted} fits")
             report(json, value, lambda console: _show(console, value, opened, tensors, depth, held))
 
 
-def _value(path: Path, opened: Opened, tensors: Sequence[Stored]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Wanted:
+    """What the options leave of a checkpoint."""
+
+    pattern: str | None
+    section: str | None
+
+    @property
+    def some(self) -> bool:
+        """Whether there may be more than what is shown."""
+        return self.pattern is not None or self.section is not None
+
+    def __str__(self) -> str:
+        options = {"filter": self.pattern, "section": self.section}
+        return " with ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+
+    def takes(self, section: str, name: str) -> bool:
+        return self.section in (None, section) and matches(name, self.pattern)
+
+    def key(self, key: Key) -> bool:
+        """Whether a value of a checkpoint is shown; its name is that of its tensor, had it one."""
+        model = key[0] == "model"
+        return self.takes("model" if model else "optim", str(key[1]) if model else ".".join(map(str, key)))
+
+    def params(self, contents: Contents, fqns: Sequence[str]) -> list[str]:
+        """Parameters of a group that are shown: by their own names, or by those of their state."""
+        if self.section == "model":
+            return []
+        state = {str(key[1]) for key in contents.entries if key[0] == "state" and self.key(key)}
+        return [fqn for fqn in fqns if fqn in state or matches(fqn, self.pattern)]
+
+
+def _value(path: str, opened: Opened, tensors: Sequence[Stored], wanted: Wanted) -> dict[str, Any]:
     """All of it, as JSON has it."""
     contents = opened.contents
     return {
-        "path": str(path),
+        "path": path,
         "format": opened.format,
         "names": contents.naming,
         "nbytes": sum(tensor.nbytes for tensor in tensors),
@@ -75,13 +105,22 @@ def _value(path: Path, opened: Opened, tensors: Sequence[Stored]) -> dict[str, A
             }
             for one in tensors
         ],
-        "values": len([entry for entry in contents.entries.values() if not entry.tensors]),
+        "values": len([key for key, entry in contents.entries.items() if not entry.tensors and wanted.key(key)]),
         "param_groups": [
-            {"params": list(fqns), "fields": {name: repr(field) for name, field in _fields(skeleton).items()}}
-            for fqns, skeleton in contents.groups
+            {
+                "number": number,
+                "params": params,
+                "fields": {name: repr(field) for name, field in _fields(skeleton).items()},
+            }
+            for number, (fqns, skeleton) in enumerate(contents.groups)
+            if (params := wanted.params(contents, fqns)) or not wanted.some
         ],
-        "tied": dict(contents.tied),
-        "files": _files(opened, tensors),
+        "tied": {
+            alias: fqn
+            for alias, fqn in contents.tied.items()
+            if wanted.takes("model", alias) or wanted.takes("model", fqn)
+        },
+        "files": [file for file in _files(opened, tensors) if file["chunks"] or not wanted.some],
     }
 
 
@@ -116,28 +155,30 @@ def _show(
     console: Console, value: dict[str, Any], opened: Opened, tensors: Sequence[Stored], depth: int | None, held: bool
 ) -> None:
     console.print(f"{value['path']}: {value['format']} checkpoint", markup=False, soft_wrap=True)
-    more = f", {count(value['values'])} other values" if value["values"] else ""
-    console.print(f"{count(len(tensors))} tensors, {size(value['nbytes'])}{more}, {count(len(opened.files))} files")
+    more = f", {counted(value['values'], 'other value')}" if value["values"] else ""
+    files = f", {counted(len(value['files']), 'file')}" if value["files"] else ""
+    console.print(f"{counted(len(tensors), 'tensor')}, {size(value['nbytes'])}{more}{files}")
     for section in ("model", "optim"):
         some = [one for one in tensors if one.section == section]
         if some:
             root = Tree(f"[bold]{section}[/]  {_sum(some)}")
             _grow(root, opened, [(one.name.split("."), one) for one in some], depth, held)
             console.print(root, soft_wrap=True)
-    for number, group in enumerate(value["param_groups"]):
+    for group in value["param_groups"]:
         fields = ", ".join(f"{name}={text}" for name, text in group["fields"].items())
         names = ", ".join(group["params"][:FQNS]) + (", …" if len(group["params"]) > FQNS else "")
-        text = f"param group {number}: {len(group['params'])} parameters ({names}); {fields}"
+        held_by = f"{counted(len(group['params']), 'parameter')}" + (f" ({names})" if names else "")
+        text = f"param group {group['number']}: {held_by}; {fields}"
         console.print(text, markup=False, soft_wrap=True)
     for alias, fqn in value["tied"].items():
         console.print(f"tied: {alias} is {fqn}", markup=False, soft_wrap=True)
     for file in value["files"]:
-        text = f"{file['name']}: {count(file['chunks'])} chunks, {size(file['nbytes'])}"
+        text = f"{file['name']}: {counted(file['chunks'], 'chunk')}, {size(file['nbytes'])}"
         console.print(text, markup=False, soft_wrap=True, style="dim")
 
 
 def _sum(tensors: Sequence[Stored]) -> str:
-    return f"{count(len(tensors))} tensors, {size(sum(one.nbytes for one in tensors))}"
+    return f"{counted(len(tensors), 'tensor')}, {size(sum(one.nbytes for one in tensors))}"
 
 
 def _grow(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,17 +25,14 @@ from ..simulate.costs import (
     with_optimizer,
 )
 from ..simulate.placement import Rule, layout_of, parse_mesh, parse_rule
-from .common import Json, RefusedError, check_target, count, progress, refusing, report, seconds, size
-from .schemas import read_schema
+from .common import Json, RefusedError, check_target, count, counted, refusing, report, seconds, size, steps
+from .schemas import SCHEMA, read_schema
 
 GB = 1e9
 
 
 def plan(
-    schema: Annotated[
-        Path,
-        typer.Argument(help="A checkpoint, a folder or file of safetensors, or JSON: {FQN: {dtype, shape}}."),
-    ],
+    schema: Annotated[str, typer.Argument(help=SCHEMA, metavar="SCHEMA")],
     source: Annotated[str, typer.Option("--from", metavar="MESH", help="The mesh that holds the state: fsdp=8.")],
     target: Annotated[
         str | None, typer.Option("--to", metavar="MESH", help="The mesh that it goes to: dp=4,tp=2. Default: the same.")
@@ -74,7 +70,7 @@ def plan(
         tensors = read_schema(schema)
         rules = tuple(parse_rule(text) for text in rule or ())
         job = Job(with_optimizer(tensors, optimizer, optimizer_dtype), *meshes, rules, widths, latency / 1e6)
-        with progress("planning", len(OPERATIONS)) as step:
+        with steps("planning", len(OPERATIONS)) as step:
             figures = simulate(job, lambda _: step(1))
         value = _value(job, tensors, optimizer, figures)
         report(json, value, lambda console: _show(console, job, value, figures))
@@ -119,12 +115,12 @@ def _show(console: Console, job: Job, value: dict[str, Any], figures: Sequence[F
     state = (
         "" if value["optimizer"] == "none" else f", {size(value['nbytes_with_optimizer'])} with {value['optimizer']}"
     )
-    console.print(f"{count(value['tensors'])} tensors, {size(value['nbytes'])}{state}", markup=False)
+    console.print(f"{counted(value['tensors'], 'tensor')}, {size(value['nbytes'])}{state}", markup=False)
     for word in ("from", "to"):
         placed = value[word]
         mesh = ",".join(f"{name}={n}" for name, n in placed["mesh"].items())
         ways = "; ".join(f"{number} {way}" for way, number in placed["tensors"].items())
-        console.print(f"{word + ':':5} {mesh} ({count(placed['ranks'])} ranks): {ways}", markup=False)
+        console.print(f"{word + ':':5} {mesh} ({counted(placed['ranks'], 'rank')}): {ways}", markup=False)
     console.print(_volumes(figures))
     console.print(_rest(job, figures))
     widths = ", ".join(f"{width / GB:g}" for width in job.bandwidths)

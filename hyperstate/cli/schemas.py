@@ -10,6 +10,8 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.container import shape_of
+from ..checkpoint.origins import INDEX
+from ..checkpoint.single import local_path, open_parent
 from ..foreign.metadata import SavedEntries, neutral
 from ..foreign.readers import read
 from ..schema import DTYPES
@@ -21,17 +23,20 @@ _BUFFERS = ("running_mean", "running_var", "inv_freq")
 _EXAMPLE = '{"layers.0.weight": {"dtype": "bfloat16", "shape": [4096, 4096]}}'
 
 
-def read_schema(path: Path) -> list[Tensor]:
+SCHEMA = "A checkpoint, a folder or file of safetensors (path or URL), or JSON: {FQN: {dtype, shape}}."
+
+
+def read_schema(path: str) -> list[Tensor]:
     """The model's tensors at `path`, sorted by FQN. Raises `RefusedError`, `CheckpointError`.
 
     Of a checkpoint only metadata and headers are read. Which tensors are buffers, and so plain, is taken from our own
     checkpoints and JSON; elsewhere integers and the usual names of statistics are.
     """
-    name = str(path)
-    if name.endswith(".json") and not name.endswith(".safetensors.index.json") and path.name != manifest.NAME:
+    folder = Path(local_path(path))
+    if path.endswith(".json") and not path.endswith((INDEX, manifest.NAME)):
         found = _of_json(path)
-    elif (path / ".rank0_metadata").is_file() and not (path / METADATA).is_file():  # HyperParallel's
-        found = _of_entries(read(path, 0, "model").entries)
+    elif (folder / ".rank0_metadata").is_file() and not (folder / METADATA).is_file():  # HyperParallel's
+        found = _of_entries(read(folder, 0, "model").entries)
     else:
         with open_contents(path) as opened:
             found = _of_contents(opened)
@@ -60,9 +65,13 @@ def _is_parameter(fqn: str, dtype: str) -> bool:
     return DTYPES[dtype][1] in ("float", "complex") and fqn.rpartition(".")[2] not in _BUFFERS
 
 
-def _of_json(path: Path) -> list[Tensor]:
+def _of_json(path: str) -> list[Tensor]:
+    store, name = open_parent(path)
+    data = store.read(name)
+    if data is None:
+        raise RefusedError(f"{path}: no such file")
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -70,7 +79,7 @@ def _of_json(path: Path) -> list[Tensor]:
     return [_tensor(path, fqn, entry) for fqn, entry in found.items()]
 
 
-def _tensor(path: Path, fqn: str, entry: Any) -> Tensor:
+def _tensor(path: str, fqn: str, entry: Any) -> Tensor:
     if not isinstance(entry, Mapping) or not {"dtype", "shape"} <= set(entry) <= {"dtype", "shape", "sharded"}:
         raise RefusedError(f"{path}: {fqn!r} needs dtype and shape (and perhaps sharded), as in {_EXAMPLE}")
     try:

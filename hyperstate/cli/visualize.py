@@ -9,22 +9,25 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..checkpoint.manifest import NAME
+from ..checkpoint.origins import INDEX
 from ..layout import Mesh, whole
 from ..pictures.drawing import Drawn, colour, drawn
 from ..pictures.picture import Picture
 from ..simulate.placement import Rule, check_names, layout_of, parse_mesh, parse_rule
-from .common import Json, RefusedError, check_target, refusing, report, write
+from .common import FILTER, Json, RefusedError, check_target, counted, matches, refusing, report, write
 from .contents import open_contents
-from .schemas import read_schema
+from .schemas import SCHEMA, read_schema
 
 EXAMPLE = ("float32", (1024, 1024))
 """What is drawn for a mesh alone."""
+EXAMPLE_FQNS = ("block.q_proj.weight", "block.o_proj.weight", "block.norm.weight")
 
 
 def visualize(
     path: Annotated[
-        Path | None,
-        typer.Argument(help="A checkpoint, a folder or file of safetensors, or JSON: {FQN: {dtype, shape}}."),
+        str | None,
+        typer.Argument(help=f"{SCHEMA} JSON needs --mesh.", metavar="PATH"),
     ] = None,
     mesh: Annotated[
         str | None,
@@ -35,6 +38,9 @@ def visualize(
     ] = None,
     rule: Annotated[
         list[str] | None, typer.Option(metavar="NAME:GLOB=DIM", help="What a mesh dimension shards, as in plan.")
+    ] = None,
+    filter: Annotated[  # noqa: A002  # the option's name
+        str | None, typer.Option(metavar="GLOB", help=FILTER)
     ] = None,
     html: Annotated[
         Path | None,
@@ -48,43 +54,54 @@ def visualize(
     """
     with refusing("visualize"):
         check_target(json)
-        picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()))
+        picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()), filter)
         if html is not None:
             write(html, picture.html())
         report(json, _value(picture), lambda console: _show(console, picture))
 
 
-def _picture(path: Path | None, mesh: str | None, rules: tuple[Rule, ...]) -> Picture:
+def _picture(path: str | None, mesh: str | None, rules: tuple[Rule, ...], pattern: str | None) -> Picture:
     if mesh is not None:
-        return _of_mesh(path, mesh, parse_mesh(mesh), rules)
+        return _of_mesh(path, mesh, parse_mesh(mesh), rules, pattern)
     if path is None:
         raise RefusedError("name a checkpoint, or a mesh with --mesh, or both")
     if rules:
         raise RefusedError("--rule goes with --mesh only")
-    return _of_files(path)
+    if path.endswith(".json") and not path.endswith((INDEX, NAME)):
+        raise RefusedError(f"{path}: to draw a schema, say for which mesh: --mesh fsdp=4")
+    return _of_files(path, pattern)
 
 
-def _of_mesh(path: Path | None, text: str, mesh: Mesh, rules: tuple[Rule, ...]) -> Picture:
+def _of_mesh(path: str | None, text: str, mesh: Mesh, rules: tuple[Rule, ...], pattern: str | None) -> Picture:
     check_names(mesh, rules)
     ranks = mesh.ranks
     if path is None:
         shape = EXAMPLE[1]
         tensors = [
             drawn(fqn, EXAMPLE[0], shape, layout_of(mesh, fqn, shape, rules), ranks)
-            for fqn in ("block.q_proj.weight", "block.o_proj.weight", "block.norm.weight")
+            for fqn in EXAMPLE_FQNS
+            if matches(fqn, pattern)
         ]
-        title = f"three tensors of {list(shape)} on {text}"
+        title = f"{counted(len(tensors), 'tensor')} of {list(shape)} on {text}"
     else:
         found = read_schema(path)
         tensors = [
             drawn(t.fqn, t.dtype, t.shape, layout_of(mesh, t.fqn, t.shape, rules) if t.sharded else None, ranks)
             for t in found
+            if matches(t.fqn, pattern)
         ]
-        title = f"{path.name or path} on {text}"
+        title = f"{_name(path)} on {text}"
+    if not tensors:
+        raise RefusedError(f"no name matches {pattern!r}")
     return Picture(title, tuple(tensors), tuple(f"rank {rank}" for rank in ranks), mesh)
 
 
-def _of_files(path: Path) -> Picture:
+def _name(path: str) -> str:
+    """The last part of a path or URL."""
+    return path.rstrip("/").rpartition("/")[2] or path
+
+
+def _of_files(path: str, pattern: str | None) -> Picture:
     """Who holds what: the files of a checkpoint."""
     with open_contents(path) as opened:
         made = [
@@ -95,14 +112,17 @@ def _of_files(path: Path) -> Picture:
                 tuple((chunk.box, (chunk.file,)) for chunk in one.chunks if chunk.box.size),
             )
             for one in opened.contents.tensors
+            if matches(one.name, pattern)
         ]
         names = opened.files
         if made and not any(one.regions for one in made):
-            names = (path.name,)
+            names = (_name(path),)
             made = [Drawn(one.name, one.dtype, one.shape, ((whole(one.shape), (0,)),)) for one in made]
     if not made:
-        raise RefusedError(f"{path} holds no tensor")
-    return Picture(f"{path.name or path}: {len(made)} tensors in {len(names)} files", tuple(made), names)
+        raise RefusedError(f"{path} holds no tensor" + (f" whose name matches {pattern!r}" if pattern else ""))
+    used = {holder for one in made for _, held in one.regions for holder in held}
+    title = f"{_name(path)}: {counted(len(made), 'tensor')} in {counted(len(used), 'file')}"
+    return Picture(title, tuple(made), names)
 
 
 def _value(picture: Picture) -> dict[str, Any]:

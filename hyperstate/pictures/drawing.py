@@ -83,6 +83,16 @@ class Drawing:
     def holder(self) -> str:
         return "rank" if self.mesh is not None or all(name.startswith("rank ") for name in self.holders) else "file"
 
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Short names of the holders: files' names without the end that all of them share."""
+        if self.holder != "file" or len(self.holders) < 2:
+            return self.holders
+        parts = [name.split("-") for name in self.holders]
+        while len({part[-1] for part in parts}) == 1 and min(map(len, parts)) > 1:
+            parts = [part[:-1] for part in parts]
+        return tuple("-".join(part) for part in parts)
+
     def caption(self, kind: Kind) -> str:
         """One line about tensors that look alike."""
         one = kind.first

@@ -48,9 +48,11 @@ def _svg(width: float, height: float, inner: list[str], label: str) -> str:
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, text: str, tip: str) -> str:
-    """A rectangle; its text only where it fits."""
+    """A rectangle; of its text what fits, which is at least the end of a name."""
     label = ""
-    if text and len(text) * 6.5 < width - 4 and height > 13:
+    room = int((width - 6) / 6.5)
+    text = text if len(text) <= room else "…" + text[-room + 1 :] if room > 6 else ""
+    if text and height > 13:
         label = f'<text x="{x + 4:.1f}" y="{y + min(height / 2 + 4, 14):.1f}">{escape(text)}</text>'
     return (
         f'<g><title>{escape(tip)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" '
@@ -85,10 +87,11 @@ def _regions(picture: Drawing, kind: Kind) -> str:
     height = 90 if len(one.shape) > 1 else 24
     inner = []
     for box, holders in one.regions:
-        names = ", ".join(picture.holders[holder] for holder in holders[:16]) + (" …" if len(holders) > 16 else "")
+        names = ", ".join(picture.labels[holder] for holder in holders[:16]) + (" …" if len(holders) > 16 else "")
         ranges = ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
-        label = names.replace("rank ", "") if len(one.regions) > 1 else ""
-        fill = colour(holders[0]) if len(one.regions) > 1 else "#d9d9d9"
+        everywhere = len(one.regions) == 1 and len(holders) == len(picture.holders)
+        label = "" if everywhere else names.replace("rank ", "")
+        fill = "#d9d9d9" if everywhere else colour(holders[0])
         inner.append(_box(*rect_of(one, box, 420, height), fill, label, f"[{ranges}] on {names}"))
     return _svg(420, height, inner, picture.caption(kind))
 
@@ -97,10 +100,10 @@ def _memory(picture: Drawing) -> str:
     held = picture.memory
     most = max(held, default=0) or 1
     inner = []
-    for number, (name, nbytes) in enumerate(zip(picture.holders[:BARS], held, strict=False)):
+    for number, (name, nbytes) in enumerate(zip(picture.labels[:BARS], held, strict=False)):
         y, length = number * 20, (WIDTH - 330) * nbytes / most
         inner.append(f'<text x="0" y="{y + 14}">{escape(name[-34:])}</text>')
-        inner.append(_box(220, y + 2, length, 16, colour(number), "", f"{name}: {nbytes:,} bytes"))
+        inner.append(_box(220, y + 2, length, 16, colour(number), "", f"{picture.holders[number]}: {nbytes:,} bytes"))
         inner.append(f'<text x="{228 + length:.1f}" y="{y + 14}">{size(nbytes)}</text>')
     drawn = min(len(held), BARS)
     more = (

@@ -58,7 +58,7 @@ class Picture(Drawing):
 
     def _memory_lines(self, width: int) -> list[list[Span]]:
         return _bars(
-            [(name, held, n) for n, (name, held) in enumerate(zip(self.holders, self.memory, strict=True))], width
+            [(name, held, n) for n, (name, held) in enumerate(zip(self.labels, self.memory, strict=True))], width
         )
 
     def _size_lines(self, width: int) -> list[list[Span]]:

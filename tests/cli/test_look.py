@@ -6,7 +6,9 @@ import json
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -245,24 +247,6 @@ def test_what_can_t_be_drawn_is_one_line(hyperstate: Run, words: list[str], said
     assert said in done.err
 
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no headless browser (chromium, google-chrome) is installed")
-def test_a_browser_shows_the_whole_page(hyperstate: Run, saved: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    hyperstate("visualize", saved / "fsdp", "--mesh", "replica=2,fsdp=2", "--html", page)
-    shot = tmp_path / "page.png"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=940,1400", "--hide-scrollbars"]
-    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
-    subprocess.run([*command, page.as_uri()], capture_output=True, timeout=120, check=True)
-    assert shot.read_bytes().startswith(b"\x89PNG") and shot.stat().st_size > 10_000
-    dom = subprocess.run(
-        [*command[:-1], "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    assert page.read_text(encoding="utf-8").count("<rect") == dom.count("<rect")
-
-
 def test_diff_of_nothing_is_no_equality(hyperstate: Run, saved: Path) -> None:
     done = hyperstate("diff", saved / "fsdp", saved / "near", "--filter", "no.such.name")
     assert (2, "") == (done.code, done.out)
@@ -272,3 +256,111 @@ def test_diff_of_nothing_is_no_equality(hyperstate: Run, saved: Path) -> None:
 def test_diff_shows_counters_and_fields_as_numbers(hyperstate: Run, saved: Path) -> None:
     found = hyperstate("diff", saved / "fsdp", saved / "faster", "--json", "-").json()["differences"]
     assert {("0.01", "0.5")} == {(one["first"], one["second"]) for one in found if one["name"].endswith(".lr")}
+
+
+# -- what all of them share --------------------------------------------------------------------------
+
+
+def test_inspect_s_filter_and_section_hold_for_all_that_is_shown(hyperstate: Run, saved: Path) -> None:
+    found = hyperstate("inspect", saved / "fsdp", "--filter", "*layers.0.weight*", "--json", "-").json()
+    assert {"layers.0.weight", "state.layers.0.weight.exp_avg", "state.layers.0.weight.exp_avg_sq"} == {
+        one["name"] for one in found["tensors"]
+    }
+    assert 1 == found["values"]  # its step
+    assert [["layers.0.weight"]] == [group["params"] for group in found["param_groups"]]
+    assert all(file["chunks"] for file in found["files"])
+    model = hyperstate("inspect", saved / "fsdp", "--section", "model", "--json", "-").json()
+    assert ([], 0) == (model["param_groups"], model["values"])
+    assert {"model"} == {file["name"].partition("/")[0] for file in model["files"]}
+    text = hyperstate("inspect", saved / "fsdp", "--section", "model").out
+    assert "param group" not in text and "optim" not in text and "other value" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--filter", "no.such"], "holds nothing that --filter no.such fits"),
+        (["--section", "x"], "must be model or optim"),
+    ],
+)
+def test_inspect_of_nothing_is_one_line(hyperstate: Run, saved: Path, words: list[str], said: str) -> None:
+    done = hyperstate("inspect", saved / "fsdp", *words)
+    assert (2, "") == (done.code, done.out)
+    assert said in done.err and 1 == len(done.err.splitlines())
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "visualize", "diff", "convert"])
+def test_a_file_that_is_no_checkpoint_is_one_clear_sentence(hyperstate: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    second = {"diff": [tmp_path / "notes.txt"], "convert": [tmp_path / "new"]}.get(command, [])
+    done = hyperstate(command, tmp_path / "notes.txt", *second)
+    assert (2, "") == (done.code, done.out)
+    assert 1 == len(done.err.splitlines())
+    assert "notes.txt is a file" in done.err
+    assert ["notes.txt"] == [each.name for each in tmp_path.iterdir()]
+
+
+def test_one_thing_is_not_called_several(hyperstate: Run, tmp_path: Path) -> None:
+    safetensors(tmp_path / "one.safetensors", a=("F32", [2]))
+    text = hyperstate("inspect", tmp_path / "one.safetensors").out
+    assert "\n1 tensor, 8 B, 1 file\n" in text and "one.safetensors: 1 chunk, 8 B" in text
+    assert "WHOLE: safetensors, 1 file, 1 tensor, 8 B;" in hyperstate("verify", tmp_path / "one.safetensors").out
+    assert hyperstate("visualize", tmp_path / "one.safetensors").out.startswith("one.safetensors: 1 tensor in 1 file\n")
+    done = hyperstate("diff", tmp_path / "one.safetensors", tmp_path / "one.safetensors")
+    assert "EQUAL: 1 name compared, 0 differences\n" == done.out
+
+
+def test_visualize_draws_the_names_that_match_alone(hyperstate: Run, saved: Path) -> None:
+    for words in ([], ["--mesh", "fsdp=2"]):
+        found = hyperstate("visualize", saved / "fsdp", *words, "--filter", "layers.0.*", "--json", "-").json()
+        assert {"layers.0.weight", "layers.0.bias"} == {kind["name"] for kind in found["kinds"]}
+        done = hyperstate("visualize", saved / "fsdp", *words, "--filter", "no.such")
+        assert (2, "") == (done.code, done.out) and "'no.such'" in done.err
+    assert "block.o_proj" not in hyperstate("visualize", "--mesh", "tp=2", "--filter", "*.q_proj.*").out
+
+
+def test_a_file_url_is_a_path(hyperstate: Run, saved: Path, tmp_path: Path) -> None:
+    url = f"file://{saved / 'fsdp'}"
+    assert f"{url}: hyperstate checkpoint\n" in hyperstate("inspect", url).out
+    assert 0 == hyperstate("verify", url).code
+    assert 0 == hyperstate("diff", url, saved / "hsdp").code
+    assert 384 + 640 == sum(hyperstate("visualize", url, "--json", "-").json()["memory"])
+    assert 9 == hyperstate("plan", url, "--from", "fsdp=2", "--json", "-").json()["tensors"]
+    for name, to in (
+        ("own", "own"),
+        ("one.safetensors", "safetensors"),
+        ("folder", "safetensors"),
+        ("one.ckpt", "ckpt"),
+    ):
+        target = f"file://{tmp_path / name}"
+        assert 0 == hyperstate("convert", url, target, "--to", to).code
+        assert (tmp_path / name).exists()
+        assert 0 == hyperstate("diff", url, target, "--filter", "layers.*").code
+
+
+COMMANDS = ("demo", "doctor", "inspect", "diff", "verify", "convert", "plan", "visualize")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_tells_its_json_and_its_exit_codes(hyperstate: Run, command: str) -> None:
+    done = hyperstate(command, "--help", COLUMNS="100", TERM="dumb")
+    assert (0, "") == (done.code, done.err)
+    assert "--json" in done.out and "xit code" in done.out
+    words = [line.strip(" │") for line in done.out.splitlines()]
+    prose = words[3 : next(i for i, line in enumerate(words) if line.startswith("╭"))]
+    # Lines are broken at the width alone: a line is followed by a word that would not have fitted into it.
+    for line, following in pairwise(prose):
+        assert not line or not following or 98 <= len(line) + 1 + len(following.split()[0]), (line, following)
+    assert 2 == hyperstate(command, "--no-such-option").code
+
+
+def test_a_bar_is_shown_on_a_terminal_alone(hyperstate: Run, saved: Path, tmp_path: Path) -> None:
+    script = f"""
+import pty, sys
+status = pty.spawn([sys.executable, "-m", "hyperstate.cli", "verify", {str(saved / "fsdp")!r}])
+sys.exit(status >> 8)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert 0 == done.returncode
+    assert "reading" in done.stdout and "━" in done.stdout
+    assert "" == hyperstate("verify", saved / "fsdp").err

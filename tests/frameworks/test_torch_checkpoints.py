@@ -247,6 +247,20 @@ def test_files_behind_a_url_stand_in_place_the_first_time(tmp_path: Path) -> Non
     assert 2 == len(names) and names[0].startswith(".data-") and "hyperstate.json" == names[1]
 
 
+def test_files_of_others_behind_a_url_stay(tmp_path: Path) -> None:
+    import fsspec
+
+    url, store = f"memory://{tmp_path}/c-1", fsspec.filesystem("memory")
+    notes = f"{tmp_path}/c-1/model/notes.txt"
+    store.pipe_file(notes, b"mine")
+    for value in (1.0, 2.0):
+        hs.save(url, filled(value))
+        assert b"mine" == store.cat_file(notes)
+        assert 1 == hs.verify(url).files
+    hs.save(url.replace("c-1", "c-2"), filled(3.0), keep=1)
+    assert [notes] == store.find(f"{tmp_path}/c-1")
+
+
 def test_a_url_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(hs.CheckpointError, match="nosuch"):
         hs.save("nosuch://bucket/c", filled(1.0))

@@ -79,8 +79,10 @@ def test_a_crash_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_path, 
 
     for limit in range(100):
         path = tmp_path / str(limit)
+        mine = path / "model" / "mine.txt"
         if before:
             save(path, 1)
+            mine.write_text("of somebody else")
         if before == 2:
             with pytest.raises(Crash):
                 save(path, 2, 1 + limit % 9)
@@ -93,6 +95,7 @@ def test_a_crash_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_path, 
             break
         save(path, 4)
         assert 4 == loaded(kit, path)
+        assert not before or mine.read_text() == "of somebody else"
         assert ["hyperstate.json", "model"] == sorted(each.name for each in path.iterdir())
     else:
         raise AssertionError("a save has no more than 100 steps")

@@ -246,3 +246,92 @@ def test_each_rank_reads_its_own_part_alone(tmp_path, monkeypatch, ranks):
 
     run_ranks(ranks, body, timeout=30)
     assert dict.fromkeys(range(ranks), 24 * 1000 * 4 // ranks) == counted
+
+
+def files_in(path):
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+
+
+OTHERS = ["model/config.json", "model/tokenizer/words.txt", "optim/notes.txt"]
+
+
+@pytest.mark.parametrize("how", ["saved over", "saved over by less", "pruned", "pruned and saved again"])
+def test_what_others_put_into_the_folders_of_a_checkpoint_stays(tmp_path, how):
+    kit = Kit()
+    model = model_of(kit)
+    optimizer = kit.optimizer(model)
+    kit.fake_step(model, optimizer)
+    path = tmp_path / "c-1"
+    hs.save(path, model, optimizer)
+    ours = files_in(path)
+    for name in OTHERS:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(name)
+    if how.startswith("saved over"):
+        hs.save(path, model, None if how.endswith("less") else optimizer)
+    else:
+        hs.save(tmp_path / "c-2", model, keep=1)
+    if how == "pruned and saved again":
+        hs.save(path, model, optimizer)
+    expected = {"saved over": ours, "saved over by less": ours[:2], "pruned": [], "pruned and saved again": ours}[how]
+    assert sorted([*expected, *OTHERS]) == files_in(path)
+    assert OTHERS == [(path / name).read_text() for name in OTHERS]
+    if expected:
+        assert hs.verify(path).files == len(expected) - 1
+    assert [] == [each.name for each in path.iterdir() if each.name.startswith(".")]
+
+
+def test_a_file_of_a_checkpoint_that_was_damaged_goes_with_it(path):
+    os.truncate(path / FILE, 3)
+    (path / "model" / "mine.bin").write_text("mine")
+    hs.save(path, model_of(Kit(), 2.0))
+    assert ["hyperstate.json", "model/mine.bin", FILE] == files_in(path)
+    assert 1 == hs.verify(path).files
+
+
+def sharded(kit, value):
+    mesh = kit.mesh([kit.world], ["fsdp"])
+    whole = kit.tensor([[value + 10 * row + column for column in range(6)] for row in range(4 * kit.world)])
+    return kit.with_parameters({"first": kit.sharded_tensor(whole, mesh, ["S0"]), "second": kit.tensor([value] * 7)})
+
+
+def swap(files):
+    first, second = (file.read_bytes() for file in files)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+
+
+DAMAGE = {
+    "emptied": (
+        lambda files: os.truncate(files[1], 0),
+        "has 0 bytes, the manifest says {size}; bytes {at} to {end} of",
+    ),
+    "cut": (lambda files: os.truncate(files[1], files[1].stat().st_size - 3), "; bytes {cut} to {end} of 'first'"),
+    "swapped": (swap, "its header has float32[4, 6] from [8, 0] at byte {at} where the manifest has 'first': float32"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_refused_on_all_ranks_with_file_tensor_and_bytes_and_nothing_changes(tmp_path, damage):
+    hurt, words = DAMAGE[damage]
+    run_ranks(3, lambda _: hs.save(tmp_path / "c", sharded(Kit(), 1.0)))
+    files = sorted((tmp_path / "c" / "model").iterdir())[1:]  # both hold a shard of `first` and nothing else
+    size, at = files[0].stat().st_size, files[0].stat().st_size - 4 * 24
+    hurt(files)
+
+    def body(rank):
+        kit = Kit()
+        model = sharded(kit, 500.0)
+        before = {fqn: kit.content(param) for fqn, param in kit.named(model).items()}
+        with pytest.raises(hs.CheckpointError) as caught:
+            hs.load(tmp_path / "c", model)
+        assert before == {fqn: kit.content(param) for fqn, param in kit.named(model).items()}
+        return str(caught.value)
+
+    (text,) = set(run_ranks(3, body, timeout=30))
+    with pytest.raises(hs.CheckpointError) as caught:
+        hs.verify(tmp_path / "c")
+    expected = words.format(size=size, at=at, end=size, cut=size - 3)
+    for said in (text, str(caught.value)):
+        assert expected in said
+        assert files[1].name in said and "'first'" in said

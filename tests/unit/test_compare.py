@@ -19,11 +19,11 @@ def distance(a: bytes, b: bytes, dtype: str) -> Distance:
 
 
 def steps(a: np.ndarray, b: np.ndarray) -> int:
-    """How often `nextafter` must be taken from a number to the other; for close numbers."""
+    """How often `nextafter` must be taken from a number to the other; for close numbers, of one sign."""
     most = 0
     for x, y in zip(a.ravel(), b.ravel(), strict=True):
         count = 0
-        while x != y:
+        while x != y and x * np.sign(y) >= 0:
             x, count = np.nextafter(x, y), count + 1
         most = max(most, count)
     return most
@@ -41,6 +41,7 @@ def test_steps_between_floats_are_those_of_nextafter(dtype: str, pairs: list[tup
             b[i] = np.nextafter(b[i], np.array(math.copysign(math.inf, count), dtype))
     found = distance(a.tobytes(), b.tobytes(), dtype)
     assert steps(a, b) == found.max_ulp
+    assert int((np.sign(a) * np.sign(b) < 0).sum()) == found.signs
     assert float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) == found.max_abs
     unequal = a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}")
     assert int(unequal.sum()) == found.differing
@@ -56,6 +57,10 @@ def test_steps_between_floats_are_those_of_nextafter(dtype: str, pairs: list[tup
         ("uint64", b"\xff" * 8, b"\x00" * 8, Distance(1, 0, float(2**64 - 1), 0)),
         ("float8_e4m3fn", b"\x01\x02", b"\x01\x03", Distance(1, 1, 0.0, 0, numeric=False)),
         ("float32", b"\x00\x00\x00\x80", b"\x00\x00\x00\x00", Distance(1, 0, 0.0, 0)),
+        # Zero and the smallest number are neighbours; two numbers about zero are not measured in steps.
+        ("float32", b"\x00\x00\x00\x00", b"\x01\x00\x00\x80", Distance(1, 0, 2.0**-149, 1)),
+        ("float32", b"\x01\x00\x00\x00", b"\x01\x00\x00\x80", Distance(1, 0, 2.0**-148, 0, signs=1)),
+        ("bfloat16", b"\x80\x3f\x80\x3f", b"\x80\xbf\x81\x3f", Distance(2, 0, 2.0, 1, signs=1)),
     ],
 )
 def test_small_known_distances(dtype: str, a: bytes, b: bytes, expected: Distance) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hyperstate as hs
-from hyperstate.layout import Layout, Mesh
-from hyperstate.pictures.drawing import REGIONS, colour, drawn, size, treemap
+from hyperstate.layout import Box, Layout, Mesh
+from hyperstate.pictures.drawing import REGIONS, Drawn, colour, drawn, size, treemap
 from hyperstate.pictures.picture import Picture
 from hyperstate.simulate.placement import layout_of, parse_mesh
 
@@ -159,3 +159,24 @@ def test_a_plain_numpy_state_is_drawn_without_a_job() -> None:
 def test_a_state_without_tensors_is_refused() -> None:
     with hs.use_backend("numpy"), pytest.raises(hs.InvalidStateDictError, match="no tensor"):
         hs.visualize_sharding({"a": 1})
+
+
+def test_files_are_called_by_what_tells_them_apart_and_a_whole_tensor_has_its_file_s_colour() -> None:
+    names = [
+        f"{section}/shard-0000{n}-model-00001-of-00001.safetensors" for section in ("model", "optim") for n in (1, 2)
+    ]
+    box = ((0, 0), (8, 8))
+    tensors = tuple(Drawn(f"layer{n}.weight", "float32", (8, 8), ((Box(*box), (n,)),)) for n in range(4))
+    made = Picture("files", tensors, tuple(names))
+    short = ("model/shard-00001", "model/shard-00002", "optim/shard-00001", "optim/shard-00002")
+    assert short == made.labels
+    assert all(f">{name}</text>" in made.html() and colour(n) in made.html() for n, name in enumerate(short))
+    assert "#d9d9d9" not in made.html()
+    assert ("one-a",) == Picture("one", (), ("one-a",)).labels
+
+
+def test_a_name_that_does_not_fit_is_cut_at_its_front() -> None:
+    tensors = tuple(Drawn(f"model.layers.{n}.self_attn.q_proj.weight", "float32", (8, 8), ()) for n in range(9))
+    labels = re.findall(r">([^<]*q_proj\.weight)</text>", Picture("names", tensors, ()).html())
+    assert 9 == len(labels)
+    assert all(label.startswith(("model.", "…")) for label in labels)
