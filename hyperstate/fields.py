@@ -31,7 +31,8 @@ def new_fields(
     `own` are the groups that this rank passes: values that JSON can't carry are taken from there.
     """
     me = backend.fabric.rank()
-    by_rank = {rank: _by_fqn(source["groups"], resolver) for ranks, source in sources for rank in ranks}
+    named = [(ranks, _by_fqn(source["groups"], resolver)) for ranks, source in sources]
+    by_rank = {rank: fields for ranks, fields in named for rank in ranks}
     empty = {rank: [_pairs(g[1]) for g in source["groups"] if not g[0]] for ranks, source in sources for rank in ranks}
     # Where each rank takes what it passes, unequal fields would leave the ranks training at different rates.
     faults = [] if mode.broadcast or len(sources) < 2 else check_groups([(ranks, s["groups"]) for ranks, s in sources])
@@ -72,8 +73,12 @@ def _pairs(skeleton: Any) -> Skeletons:
 def _sourced(
     fqns: list[str], me: int, by_rank: dict[int, dict[str, Skeletons]], resolver: Resolver
 ) -> Iterator[tuple[str, Skeletons]]:
+    mine: dict[int, Variant] = {}  # by identity: parameters that ranks hold alike share their variants
     for fqn in fqns:
-        target = next((v for v in resolver.targets[("param", fqn)] if me in v.ranks), Variant(Entry(None), (me,)))
+        held = resolver.targets[("param", fqn)]
+        target = mine.get(id(held))
+        if target is None:
+            target = mine[id(held)] = next((v for v in held if me in v.ranks), Variant(Entry(None), (me,)))
         rank = resolver.named_source(fqn, target)
         fields = by_rank.get(rank, {}).get(fqn) if rank is not None else None
         if fields is not None:

@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return tuple(map(sub, self.stop, self.start))
+        return _difference(self.stop, self.start)
 
     @property
     def size(self) -> int:
@@ -34,7 +34,13 @@ class Box(NamedTuple):
 
     def within(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must contain it."""
-        return Box(tuple(map(sub, self.start, other.start)), tuple(map(sub, self.stop, other.start)))
+        return Box(_difference(self.start, other.start), _difference(self.stop, other.start))
+
+
+@lru_cache(maxsize=1 << 12)
+def _difference(a: Shape, b: Shape) -> Shape:
+    """Many tensors of a model are cut alike, so that few differences come up again and again."""
+    return tuple(map(sub, a, b))
 
 
 def whole(shape: Shape) -> Box:

@@ -342,10 +342,10 @@ def _unpack(packed: Mapping[str, Any]) -> dict[Key, Entry]:
         for dtype, shape, layout, form in packed["specs"]
     ]
     kinds = [Entry(skeleton, tuple([specs[i] for i in leaves])) for skeleton, leaves in packed["kinds"]]
-    rows = [(kinds[kind], parts) for kind, *parts in packed["rows"]]
-    if _all_text(parts for _, parts in rows):
-        return {tuple(parts): kind for kind, parts in rows}
-    return {tuple(map(_unpacked_part, parts)): kind for kind, parts in rows}
+    rows = [(tuple(row[1:]), kinds[row[0]]) for row in packed["rows"]]
+    if _all_text(key for key, _ in rows):
+        return dict(rows)
+    return {tuple(map(_unpacked_part, key)): kind for key, kind in rows}
 
 
 def _dtype(name: Any) -> str:
