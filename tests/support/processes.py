@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 
 
 def ranks_say(script: Path, ranks: int, folder: Path, *words: str, **variables: str) -> list[str]:
