@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
@@ -14,6 +13,7 @@ from ..errors import CheckpointError, OptionError
 from ..layout import Box, whole
 from ..schema import Key
 from . import ckpt, folder, origins
+from .checksum import crc32
 from .container import SAVE, lay_out
 from .manifest import NAME, PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
 from .origins import Contents, Origin, blocks
@@ -228,7 +228,7 @@ class _Sums:
         self._file.write(data)
         while len(data):
             part = data[: PIECE - self._filled]
-            self._sum = zlib.crc32(part, self._sum)
+            self._sum = crc32(part, self._sum)
             self._filled += len(part)
             data = data[len(part) :]
             if self._filled == PIECE:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -29,6 +28,7 @@ from ..merge import check_alike, check_groups, merge
 from ..options import StateDictOptions, read_options
 from . import folder
 from .aside import Aside
+from .checksum import crc32
 from .container import SAVE, lay_out
 from .contents import Contents, Piece, contents_of, own_pieces
 from .extra import take_extra
@@ -185,8 +185,8 @@ class _Sums:
 
     def _sum(self, part: memoryview) -> int | Future[int]:
         if len(part) < SMALL:
-            return zlib.crc32(part)
-        self._pending.append(self._pool.submit(zlib.crc32, part))
+            return crc32(part)
+        self._pending.append(self._pool.submit(crc32, part))
         return self._pending[-1]
 
     def found(self) -> list[list[int]]:

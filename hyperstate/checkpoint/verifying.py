@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SCREENFUL, CheckpointError
+from .checksum import crc32
 from .folder import id_at, open_file, read_manifest
 from .manifest import Chunk, File, Manifest, Stored
 from .progress import Meter, Progress
@@ -79,7 +79,7 @@ def _problems(
                     view = memoryview(room)[: stop - start]
                     reader.read_into(view, start)
                     meter.step(len(view), file.name)
-                    if zlib.crc32(view) != wanted:
+                    if crc32(view) != wanted:
                         yield f"{file.name}: bytes {start} to {stop} of {tensor.name!r} are not those that were written"
             for name in left:
                 yield f"{file.name}: {name!r} is not in the manifest"
