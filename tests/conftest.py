@@ -1,8 +1,9 @@
 """Which backend is under test, and its ranks.
 
 HYPERSTATE_TEST_BACKEND names the backends of a run (separated by commas). Unset means every registered
-one. Nothing is ever skipped: a backend that is named and can't be loaded fails the run at its start, one
-that is merely registered fails the tests that need it. Unit tests need none.
+one. No backend is ever skipped: one that is named and can't be loaded fails the run at its start, one
+that is merely registered fails the tests that need it. Unit tests need none. What is skipped, with the reason,
+is a kind of device (HYPERSTATE_TEST_DEVICE) that this machine lacks: the kit's `absent` tells.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hypothesis import settings
 from hyperstate import backend as backends
 from hyperstate.errors import BackendError
 from hyperstate.testing import Pool
+from hyperstate.testing.pool import kit_module
 
 VARIABLE = "HYPERSTATE_TEST_BACKEND"
 RUN_LIMIT_S = 45 * 60.0
@@ -75,8 +77,12 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 def pool(backend_name: str) -> Iterator[Callable[[int], Pool]]:
     """``pool(4)``: four ranks of the backend under test. They start at the first `run` and stay up between tests."""
     pools: dict[int, Pool] = {}
+    absent: Callable[[], str] | None = getattr(kit_module(backend_name), "absent", None)
+    reason = absent() if absent is not None else ""
 
     def ranks(count: int) -> Pool:
+        if reason:
+            pytest.skip(reason)
         return pools.setdefault(count, Pool(backend_name, count))
 
     yield ranks

@@ -4,7 +4,8 @@ A kit makes small deterministic models and optimizers of its framework on the ca
 values back as plain bytes, so that the cases compare across frameworks. A kit module may also define
 ``run_here(ranks, path, function, timeout, lost, arguments)`` if its ranks are threads, not processes, and
 ``GAPS``, a dict from the name of a case (``loads.a_plain_model``), or the id of one run of it, to the reason why this
-backend fails it: such a case must fail (``xfail``, strict), so that the day on which it passes is seen.
+backend fails it: such a case must fail (``xfail``, strict), so that the day on which it passes is seen. A function
+``absent`` may tell why the device under test is not here, or "": the cases are then skipped with that reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""`hyperstate.testing.Kit` for PyTorch: ranks are processes joined by gloo, parameters are DTensors."""
+"""`hyperstate.testing.Kit` for PyTorch: ranks are processes, parameters are DTensors.
+
+HYPERSTATE_TEST_DEVICE chooses the kind of device on which models and tensors live: "cpu" (default), "cuda", "npu", …
+HYPERSTATE_TEST_GROUP says which tensors the default process group moves: "host+device" (default; gloo beside the
+device's own backend) or "device" (the device's own backend alone, as `init_process_group("nccl")` makes it).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import os
 import zlib
 from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +24,57 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hyperstate.backend import load
 from hyperstate.testing.kit import Content
 
+from .dtensors import current_device
 from .tensors import _TO_NEUTRAL, _TO_TORCH
 
-GAPS: dict[str, str] = {}
-"""Conformance cases that this backend can't pass yet, each with the reason."""
+DEVICE_VARIABLE, GROUP_VARIABLE = "HYPERSTATE_TEST_DEVICE", "HYPERSTATE_TEST_GROUP"
+_LOSS = "losses.a_rank_that_dies_while_values_move_is_an_error_on_the_survivors"
+_ON_DEVICES = {
+    f"{_LOSS}-{ranks}r-{call}": "HCCL and NCCL do not tell of a lost peer: who receives from it waits in vain"
+    for ranks, call in (
+        (4, "get_model_state_dict"),
+        (4, "get_optim_state_dict"),
+        (4, "get_state_dict"),
+        (2, "get_state_dict"),
+    )
+}
+GAPS: dict[str, str] = _ON_DEVICES if os.environ.get(GROUP_VARIABLE) == "device" else {}
+"""Conformance cases that this backend can't pass, each with the reason."""
 
 TIMEOUT = timedelta(seconds=60)
 DEATH = 17
 """Exit status of a rank that was told to die."""
+
+
+def device_kind() -> str:
+    """The kind of device under test. Raises `RuntimeError` for a kind that PyTorch does not know."""
+    return torch.device(os.environ.get(DEVICE_VARIABLE, "").strip() or "cpu").type
+
+
+def absent() -> str:
+    """Why the device that HYPERSTATE_TEST_DEVICE names can't be tested here; empty if it can."""
+    try:
+        kind = device_kind()
+    except RuntimeError:
+        if os.environ[DEVICE_VARIABLE].strip() == "npu":  # the one kind that PyTorch learns of from another package
+            return f"{DEVICE_VARIABLE}=npu, and torch-npu is not loaded"
+        raise
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind == "cpu" or (here is not None and here.type == kind):
+        return ""
+    there = "no accelerator" if here is None else f"{here.type} only"
+    return f"{DEVICE_VARIABLE}={kind}, and this PyTorch ({torch.__version__}) finds {there}"
+
+
+def group_backend(kind: str, group: str) -> str:
+    """The backend of the default process group, as `init_process_group` takes it."""
+    if kind == "cpu":
+        return "gloo"
+    own = dist.get_default_backend_for_device(kind)
+    choices = {"host+device": f"cpu:gloo,{kind}:{own}", "device": own}
+    if group not in choices:
+        raise ValueError(f"{GROUP_VARIABLE}={group!r} must be one of: {', '.join(choices)}")
+    return choices[group]
 
 
 class Perceptron(torch.nn.Module):
@@ -100,8 +148,10 @@ class Kit:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         torch.set_num_threads(1)
+        self.device = self._own_device()
         if self.world > 1:
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+            backend = group_backend(self.device.type, os.environ.get(GROUP_VARIABLE, "").strip() or "host+device")
+            dist.init_process_group(backend, timeout=TIMEOUT)
         self._mesh = lru_cache(maxsize=None)(self._new_mesh)
 
     # -- meshes and sharded tensors ---------------------------------------------------------------
@@ -110,9 +160,17 @@ class Kit:
         """One mesh per shape and names: each makes process groups, which are never freed."""
         return self._mesh(tuple(shape), tuple(names))
 
+    def _new_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
     @staticmethod
-    def _new_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    def _own_device() -> torch.device:
+        """This rank's device: by its place on the machine, since a global rank says nothing about that."""
+        kind = device_kind()
+        if kind != "cpu":
+            count = torch.accelerator.device_count()
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % max(count, 1))
+        return current_device(kind)
 
     def shard(self, model: Any, mesh: Any) -> Any:
         for layer in model.layers:
@@ -132,7 +190,7 @@ class Kit:
         with torch.no_grad():
             for value in model.parameters():
                 value.copy_(torch.empty(value.shape).uniform_(-1, 1, generator=generator))
-        return model
+        return model.to(self.device)
 
     def with_parameters(self, values: dict[str, Any]) -> Any:
         root = torch.nn.Module()
@@ -167,10 +225,11 @@ class Kit:
             members = [{"params": [params[fqn] for fqn in fqns], **fields} for fqns, fields in groups]
         if kind == "custom":
             return type("Custom", (Custom,), {})(members, lr=lr)
+        # Without foreach, PyTorch's default on accelerators: it refuses plain and sharded parameters in one group.
         made: dict[str, Any] = {
-            "adam": torch.optim.Adam,
-            "sgd": torch.optim.SGD,
-            "momentum": lambda members, lr: torch.optim.SGD(members, lr=lr, momentum=0.9),
+            "adam": partial(torch.optim.Adam, foreach=False),
+            "sgd": partial(torch.optim.SGD, foreach=False),
+            "momentum": partial(torch.optim.SGD, momentum=0.9, foreach=False),
             "local": LocalAdam,
         }
         return made[kind](members, lr=lr)
@@ -187,7 +246,8 @@ class Kit:
         width = next(iter(model.layers)).in_features
         for step in range(first, first + steps):
             generator = torch.Generator().manual_seed(1000 + step)
-            model(torch.randn(8, width, generator=generator)).square().mean().backward()
+            batch = torch.randn(8, width, generator=generator).to(self.device)
+            model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -196,7 +256,7 @@ class Kit:
             if not param.requires_grad:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {fqn}".encode()))
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            grad = torch.randn(param.shape, generator=generator).to(self.device, param.dtype)
             if isinstance(param, DTensor):
                 grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
             param.grad = grad
@@ -207,9 +267,9 @@ class Kit:
 
     def tensor(self, values: Any, dtype: str = "float32") -> Any:
         wanted = _TO_TORCH[dtype]
-        if dtype.startswith("float8"):
-            return torch.tensor(values, dtype=torch.float32).to(wanted)
-        return torch.tensor(values, dtype=wanted)
+        # By way of float32: float8 is not made from numbers.
+        made = torch.tensor(values, dtype=torch.float32 if dtype.startswith("float8") else wanted)
+        return made.to(wanted).to(self.device)
 
     def content(self, value: Any) -> Content:
         found = _local(value).cpu().contiguous()

@@ -60,6 +60,7 @@ def a_rank_that_dies_while_values_move_is_an_error_on_the_survivors(kit: Kit, ca
         passed = {"model_state_dict": on_root(kit, given[0]), "optim_state_dict": on_root(kit, given[1])}
     elif call in SETTERS:
         objects = (*objects, on_root(kit, given["optim" in call]))
+    hs.get_model_state_dict(model, options=FULL)  # all are here now: `LIMIT_S` is not for ranks that are slow to start
     if kit.rank == kit.world - 1:
         kit.die(exchange=1)
     options = BROADCAST if call in SETTERS else FULL
