@@ -6,7 +6,6 @@ brings keep state of one fixed form from their first day on, and have tests of t
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -22,6 +21,7 @@ from mindspore.experimental.optim import Optimizer
 from hyperstate import register_state_layout
 from hyperstate.backend import load
 from hyperstate.structure import is_sharded
+from hyperstate.testing import processes
 from hyperstate.testing.kit import Content
 
 from . import job, layouts, tree
@@ -33,8 +33,6 @@ GAPS: dict[str, str] = {}
 """Conformance cases that this backend can't pass yet, each with the reason."""
 
 TIMEOUT = timedelta(seconds=60)
-DEATH = 17
-"""Exit status of a rank that was told to die."""
 ROWS = 8
 """Rows of a training batch."""
 FLOAT8_ONE = {"float8_e4m3fn": 0x38, "float8_e5m2": 0x3C}
@@ -332,26 +330,10 @@ class Kit:
     # -- the job ----------------------------------------------------------------------------------
 
     def traffic(self, reset: bool = False) -> dict[str, int]:
-        fabric: Any = load("mindspore").fabric
-        counts = fabric.traffic()
-        if reset:
-            fabric.reset_traffic()
-        names = {"sent": "bytes_sent", "received": "bytes_received"}
-        return {names.get(name, name): count for name, count in counts.items()}
+        return processes.traffic(load("mindspore").fabric, reset)
 
     def die(self, exchange: int = 0) -> None:
-        if not exchange:
-            os._exit(DEATH)
-        fabric: Any = load("mindspore").fabric
-        original, left = fabric.exchange, [exchange]
-
-        def last_exchange(sends: Any, recvs: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                os._exit(DEATH)
-            return original(sends, recvs)
-
-        fabric.exchange = last_exchange
+        processes.die(load("mindspore").fabric, exchange)
 
 
 def _parameter(value: Any, name: str) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hyperstate.backend import load
+from hyperstate.testing import processes
 from hyperstate.testing.kit import Content
 
 from .dtensors import current_device
@@ -42,8 +43,6 @@ GAPS: dict[str, str] = _ON_DEVICES if os.environ.get(GROUP_VARIABLE) == "device"
 """Conformance cases that this backend can't pass, each with the reason."""
 
 TIMEOUT = timedelta(seconds=60)
-DEATH = 17
-"""Exit status of a rank that was told to die."""
 
 
 def device_kind() -> str:
@@ -288,23 +287,7 @@ class Kit:
     # -- the job ----------------------------------------------------------------------------------
 
     def traffic(self, reset: bool = False) -> dict[str, int]:
-        fabric: Any = load("torch").fabric
-        counts = fabric.traffic()
-        if reset:
-            fabric.reset_traffic()
-        names = {"sent": "bytes_sent", "received": "bytes_received"}
-        return {names.get(name, name): count for name, count in counts.items()}
+        return processes.traffic(load("torch").fabric, reset)
 
     def die(self, exchange: int = 0) -> None:
-        if not exchange:
-            os._exit(DEATH)
-        fabric: Any = load("torch").fabric
-        original, left = fabric.exchange, [exchange]
-
-        def last_exchange(sends: Any, recvs: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                os._exit(DEATH)
-            return original(sends, recvs)
-
-        fabric.exchange = last_exchange
+        processes.die(load("torch").fabric, exchange)
