@@ -1,4 +1,4 @@
-"""Reading and making sharded tensors of whatever kind, by structure alone.
+"""Reading sharded tensors of whatever kind, by structure alone.
 
 Three kinds count: hyperstate's own `DTensor`, HyperParallel's (known by `device_mesh`, `placements` and
 `to_local()`; never imported), and a Parameter that holds a local shard and on which `record` noted its layout.
@@ -17,7 +17,6 @@ import numpy as np
 from hyperstate import structure
 from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Layout, Mesh, Shape
-from hyperstate.schema import TensorSpec
 
 from . import job
 from .host import neutral_dtype, stored, tensor_over
@@ -157,36 +156,3 @@ def _read(device_mesh: Any) -> Mesh:
         tuple(map(str, names)) if names else None,
         None if root is None or root is device_mesh else mesh_of(root),
     )
-
-
-def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
-    """A sharded tensor of `spec` around this rank's `local`, on the mesh (and of the kind) of `like`."""
-    if spec.layout is None:
-        return local
-    if not is_sharded(like):
-        raise UnsupportedConfigurationError(f"a shard of {spec.layout} can't be made from a plain tensor's mesh")
-    noted = recorded(like)
-    held: Any = like if noted is None else noted
-    if mesh_of(held.device_mesh) != spec.layout.mesh:
-        raise UnsupportedConfigurationError(
-            f"a sharded tensor on the mesh {spec.layout.mesh} can't be made: the tensor it goes with lives on "
-            f"{mesh_of(held.device_mesh)}"
-        )
-    same = layout_of(like) == spec.layout
-    from .sharded import DTensor
-
-    if noted is not None or isinstance(like, DTensor):
-        placements = held.placements if same else _own_placements(spec.layout)
-        return DTensor(local, held.device_mesh, placements, spec.shape)
-    # A Parameter made from a sharded tensor has a class derived from both.
-    kind = next(k for k in type(like).__mro__ if hasattr(k, "from_local") and not issubclass(k, ms.Parameter))
-    return structure.rebuilt(kind, local, spec.shape, spec.layout, like)
-
-
-def _own_placements(wanted: Layout) -> tuple[Any, ...]:
-    from .sharded import Replicate, Shard, StridedShard
-
-    found: list[Any] = [Replicate()] * len(wanted.mesh.shape)
-    for d, dim, factor in structure.factors(wanted):
-        found[d] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    return tuple(found)

@@ -10,7 +10,10 @@ import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 
+from hyperstate import structure
+from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Box, Layout, Shape
+from hyperstate.schema import TensorSpec
 
 from . import groups, job, layouts
 from .host import array_of, neutral_dtype, tensor_over
@@ -218,6 +221,35 @@ def distribute_tensor(tensor: Any, device_mesh: Any, placements: Sequence[Any]) 
         raise ValueError(f"rank {job.rank()} is no member of {device_mesh}")
     part = from_numpy(cut(array_of(tensor), box), tensor.dtype)
     return DTensor(part, device_mesh, placements, shape)
+
+
+def wrap(local: Any, spec: TensorSpec, like: Any) -> Any:
+    """A sharded tensor of `spec` around this rank's `local`, on the mesh (and of the kind) of `like`."""
+    if spec.layout is None:
+        return local
+    if not layouts.is_sharded(like):
+        raise UnsupportedConfigurationError(f"a shard of {spec.layout} can't be made from a plain tensor's mesh")
+    noted = layouts.recorded(like)
+    held: Any = like if noted is None else noted
+    if layouts.mesh_of(held.device_mesh) != spec.layout.mesh:
+        raise UnsupportedConfigurationError(
+            f"a sharded tensor on the mesh {spec.layout.mesh} can't be made: the tensor it goes with lives on "
+            f"{layouts.mesh_of(held.device_mesh)}"
+        )
+    same = layouts.layout_of(like) == spec.layout
+    if noted is not None or isinstance(like, DTensor):
+        placements = held.placements if same else _own_placements(spec.layout)
+        return DTensor(local, held.device_mesh, placements, spec.shape)
+    # A Parameter made from a sharded tensor has a class derived from both.
+    kind = next(k for k in type(like).__mro__ if hasattr(k, "from_local") and not issubclass(k, ms.Parameter))
+    return structure.rebuilt(kind, local, spec.shape, spec.layout, like)
+
+
+def _own_placements(wanted: Layout) -> tuple[Any, ...]:
+    found: list[Any] = [Replicate()] * len(wanted.mesh.shape)
+    for d, dim, factor in structure.factors(wanted):
+        found[d] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
+    return tuple(found)
 
 
 def gather(values: Sequence[Any]) -> list[npt.NDArray[Any]]:

@@ -16,7 +16,7 @@ from hyperstate.errors import UnsupportedConfigurationError
 from hyperstate.layout import Box, Shape
 from hyperstate.schema import TensorSpec
 
-from . import layouts
+from . import layouts, sharded
 from .fabric import Buffer, MindSporeFabric
 from .host import (
     Array,
@@ -106,7 +106,7 @@ class MindSporeTensors:
 
     def wrap(self, local: Any, spec: TensorSpec, like: Any) -> Any:
         """A sharded tensor around `local` on the mesh of `like`; `local` itself for a plain `spec`."""
-        return layouts.wrap(local, spec, like)
+        return sharded.wrap(local, spec, like)
 
     def view(self, local: Any, box: Box) -> Any:
         """The region `box` of `local`, sharing its memory."""
