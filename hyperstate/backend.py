@@ -304,9 +304,11 @@ def _using(name: str, backend: Backend) -> Iterator[Backend]:
 
 def _owner(values: Iterable[Any]) -> Backend | None:
     values = [value for value in values if value is not None]
+    for backend in list(_loaded.values()):  # first, for reading what is registered takes milliseconds
+        if any(backend.owns(value) for value in values):
+            return backend
     for point in metadata.entry_points(group=GROUP):
-        framework = _FRAMEWORKS.get(point.name, point.name)
-        if framework in sys.modules or point.name in _loaded:
+        if point.name not in _loaded and _FRAMEWORKS.get(point.name, point.name) in sys.modules:
             backend = load(point.name)
             if any(backend.owns(value) for value in values):
                 return backend

@@ -61,21 +61,12 @@ int aclrtSetDevice(int32_t device) {
     return ACL_OK;
 }
 
-int aclrtGetMemInfo(int kind, size_t *unused, size_t *all) {
-    (void)kind;
-    *unused = *all = MEMORY_BYTES;
-    return ACL_OK;
-}
+int aclrtGetMemInfo(int kind, size_t *unused, size_t *all) { (void)kind; *unused = *all = MEMORY_BYTES; return ACL_OK; }
 
 /* A context is one per device: its number plus one. */
 int aclrtGetCurrentContext(void **context) { *context = (void *)(intptr_t)(current + 1); return ACL_OK; }
 int aclrtSetCurrentContext(void *context) { return context ? aclrtSetDevice((int32_t)(intptr_t)context - 1) : ACL_OK; }
-int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
-    (void)device;
-    *flags = 0;
-    *active = 1;
-    return ACL_OK;
-}
+int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) { (void)device; *flags = 0; *active = 1; return ACL_OK; }
 
 int aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) { (void)device; (void)peer; *can = 1; return ACL_OK; }
 int aclrtDeviceEnablePeerAccess(int32_t peer, uint32_t flags) { (void)peer; (void)flags; return ACL_OK; }
