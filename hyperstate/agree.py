@@ -215,7 +215,8 @@ class Call:
             if absent:
                 text = (
                     f"{self.what}: of the participating ranks {list(self.ranks)}, {_names(absent)} did not make the "
-                    f"call within {self.timeout:g} s. If others take part, name the ranks that do with ranks="
+                    f"call within {self.timeout:g} s. If only some of these are meant to take part, name them with "
+                    "ranks="
                 )
                 self._decide(self._prefix, {"absent": text, "ranks": absent})
             found = self.backend.control.get(key, max(self.timeout, SLICE_S))

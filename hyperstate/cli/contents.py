@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.converting import open_origin
-from ..checkpoint.manifest import Chunk, Saved, Stored
+from ..checkpoint.manifest import SECTIONS, Chunk, Saved, Stored
 from ..checkpoint.origins import INDEX, SUFFIX, Contents, Origin
 from ..checkpoint.single import local_path
 from ..checkpoint.storage import open_store
@@ -19,6 +19,7 @@ from ..foreign import unpickle
 from ..foreign.metadata import entries_of, field_of, neutral
 from ..layout import Box
 from ..schema import LEAF, Key
+from .common import RefusedError, matches
 
 METADATA = ".metadata"
 _OPTIMIZER = ("optim.", "optimizer.", "state.", "param_group.", "param_groups.")
@@ -130,3 +131,39 @@ def _chunks(name: str, chunks: Any, places: Mapping[tuple[str, tuple[int, ...]],
         except (TypeError, ValueError):
             raise CheckpointError(f"{where}: {name!r} has a chunk without place") from None
         yield Chunk(places.get((name, start), 0), Box(start, stop), 0, ())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options leave of a checkpoint."""
+
+    pattern: str | None
+    section: str | None
+
+    def __post_init__(self) -> None:
+        if self.section not in (None, *SECTIONS):
+            raise RefusedError(f"--section {self.section}: must be {' or '.join(SECTIONS)}")
+
+    @property
+    def some(self) -> bool:
+        """Whether there may be more than what is shown."""
+        return self.pattern is not None or self.section is not None
+
+    def __str__(self) -> str:
+        options = {"filter": self.pattern, "section": self.section}
+        return " with ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
+
+    def takes(self, section: str, name: str) -> bool:
+        return self.section in (None, section) and matches(name, self.pattern)
+
+    def key(self, key: Key) -> bool:
+        """Whether a value of a checkpoint is shown; its name is that of its tensor, had it one."""
+        model = key[0] == "model"
+        return self.takes("model" if model else "optim", str(key[1]) if model else ".".join(map(str, key)))
+
+    def params(self, contents: Contents, fqns: Sequence[str]) -> list[str]:
+        """Parameters of a group that are shown: by their own names, or by those of their state."""
+        if self.section == "model":
+            return []
+        state = {str(key[1]) for key in contents.entries if key[0] == "state" and self.key(key)}
+        return [fqn for fqn in fqns if fqn in state or matches(fqn, self.pattern)]

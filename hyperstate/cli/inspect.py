@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -11,11 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from ..checkpoint.manifest import SECTIONS, Stored
-from ..checkpoint.origins import Contents
-from ..schema import Key, put_together
-from .common import CHECKPOINT, FILTER, Json, RefusedError, check_target, counted, matches, refusing, report, size
-from .contents import Opened, open_contents
+from ..checkpoint.manifest import Stored
+from ..schema import put_together
+from .common import CHECKPOINT, FILTER, Json, RefusedError, check_target, counted, refusing, report, size
+from .contents import Opened, Wanted, open_contents
 
 FQNS = 3
 """Parameters of a group that people see."""
@@ -40,8 +38,6 @@ def inspect(
     """
     with refusing("inspect"):
         check_target(json)
-        if section not in (None, *SECTIONS):
-            raise RefusedError(f"--section {section}: must be {' or '.join(SECTIONS)}")
         wanted = Wanted(filter, section)
         with open_contents(path) as opened:
             tensors = [one for one in opened.contents.tensors if wanted.takes(one.section, one.name)]
@@ -49,38 +45,6 @@ def inspect(
             if wanted.some and not (tensors or value["values"] or value["param_groups"]):
                 raise RefusedError(f"{path} holds nothing that {wanted} fits")
             report(json, value, lambda console: _show(console, value, opened, tensors, depth, held))
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the options leave of a checkpoint."""
-
-    pattern: str | None
-    section: str | None
-
-    @property
-    def some(self) -> bool:
-        """Whether there may be more than what is shown."""
-        return self.pattern is not None or self.section is not None
-
-    def __str__(self) -> str:
-        options = {"filter": self.pattern, "section": self.section}
-        return " with ".join(f"--{name} {value}" for name, value in options.items() if value is not None)
-
-    def takes(self, section: str, name: str) -> bool:
-        return self.section in (None, section) and matches(name, self.pattern)
-
-    def key(self, key: Key) -> bool:
-        """Whether a value of a checkpoint is shown; its name is that of its tensor, had it one."""
-        model = key[0] == "model"
-        return self.takes("model" if model else "optim", str(key[1]) if model else ".".join(map(str, key)))
-
-    def params(self, contents: Contents, fqns: Sequence[str]) -> list[str]:
-        """Parameters of a group that are shown: by their own names, or by those of their state."""
-        if self.section == "model":
-            return []
-        state = {str(key[1]) for key in contents.entries if key[0] == "state" and self.key(key)}
-        return [fqn for fqn in fqns if fqn in state or matches(fqn, self.pattern)]
 
 
 def _value(path: str, opened: Opened, tensors: Sequence[Stored], wanted: Wanted) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from ..pictures.drawing import Drawn, colour, drawn
 from ..pictures.picture import Picture
 from ..simulate.placement import Rule, check_names, layout_of, parse_mesh, parse_rule
 from .common import FILTER, Json, RefusedError, check_target, counted, matches, refusing, report, write
-from .contents import open_contents
+from .contents import Wanted, open_contents
 from .schemas import SCHEMA, read_schema
 
 EXAMPLE = ("float32", (1024, 1024))
@@ -42,6 +43,9 @@ def visualize(
     filter: Annotated[  # noqa: A002  # the option's name
         str | None, typer.Option(metavar="GLOB", help=FILTER)
     ] = None,
+    section: Annotated[
+        str | None, typer.Option(help="Only this part of a checkpoint: model or optim. Not with --mesh.")
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write the picture as one HTML page that needs nothing else."),
@@ -54,22 +58,25 @@ def visualize(
     """
     with refusing("visualize"):
         check_target(json)
-        picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()), filter)
+        wanted = Wanted(filter, section)
+        if mesh is not None and section is not None:
+            raise RefusedError("--section goes with a checkpoint's files; with --mesh only the model is drawn")
+        picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()), wanted)
         if html is not None:
             write(html, picture.html())
         report(json, _value(picture), lambda console: _show(console, picture))
 
 
-def _picture(path: str | None, mesh: str | None, rules: tuple[Rule, ...], pattern: str | None) -> Picture:
+def _picture(path: str | None, mesh: str | None, rules: tuple[Rule, ...], wanted: Wanted) -> Picture:
     if mesh is not None:
-        return _of_mesh(path, mesh, parse_mesh(mesh), rules, pattern)
+        return _of_mesh(path, mesh, parse_mesh(mesh), rules, wanted.pattern)
     if path is None:
         raise RefusedError("name a checkpoint, or a mesh with --mesh, or both")
     if rules:
         raise RefusedError("--rule goes with --mesh only")
     if path.endswith(".json") and not path.endswith((INDEX, NAME)):
         raise RefusedError(f"{path}: to draw a schema, say for which mesh: --mesh fsdp=4")
-    return _of_files(path, pattern)
+    return _of_files(path, wanted)
 
 
 def _of_mesh(path: str | None, text: str, mesh: Mesh, rules: tuple[Rule, ...], pattern: str | None) -> Picture:
@@ -101,7 +108,7 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-def _of_files(path: str, pattern: str | None) -> Picture:
+def _of_files(path: str, wanted: Wanted) -> Picture:
     """Who holds what: the files of a checkpoint."""
     with open_contents(path) as opened:
         made = [
@@ -112,17 +119,22 @@ def _of_files(path: str, pattern: str | None) -> Picture:
                 tuple((chunk.box, (chunk.file,)) for chunk in one.chunks if chunk.box.size),
             )
             for one in opened.contents.tensors
-            if matches(one.name, pattern)
+            if wanted.takes(one.section, one.name)
         ]
         names = opened.files
         if made and not any(one.regions for one in made):
             names = (_name(path),)
             made = [Drawn(one.name, one.dtype, one.shape, ((whole(one.shape), (0,)),)) for one in made]
     if not made:
-        raise RefusedError(f"{path} holds no tensor" + (f" whose name matches {pattern!r}" if pattern else ""))
-    used = {holder for one in made for _, held in one.regions for holder in held}
+        raise RefusedError(f"{path} holds no tensor" + (f" that {wanted} fits" if wanted.some else ""))
+    used = sorted({holder for one in made for _, held in one.regions for holder in held})
+    number = {holder: n for n, holder in enumerate(used)}  # files that hold nothing of this are not drawn
+    shown = [
+        replace(one, regions=tuple((box, tuple(number[holder] for holder in held)) for box, held in one.regions))
+        for one in made
+    ]
     title = f"{_name(path)}: {counted(len(made), 'tensor')} in {counted(len(used), 'file')}"
-    return Picture(title, tuple(made), names)
+    return Picture(title, tuple(shown), tuple(names[holder] for holder in used))
 
 
 def _value(picture: Picture) -> dict[str, Any]:

@@ -57,8 +57,10 @@ class Picture(Drawing):
         return lines
 
     def _memory_lines(self, width: int) -> list[list[Span]]:
+        files = self.mesh is None and self.holder == "file"  # ranks are named by their digits, files are not
+        rows = enumerate(zip(self.labels, self.memory, strict=True))
         return _bars(
-            [(name, held, n) for n, (name, held) in enumerate(zip(self.labels, self.memory, strict=True))], width
+            [(f"{SYMBOLS[n % len(SYMBOLS)]} {name}" if files else name, held, n) for n, (name, held) in rows], width
         )
 
     def _size_lines(self, width: int) -> list[list[Span]]:
