@@ -308,7 +308,8 @@ def _owner(values: Iterable[Any]) -> Backend | None:
         if any(backend.owns(value) for value in values):
             return backend
     for point in metadata.entry_points(group=GROUP):
-        if point.name not in _loaded and _FRAMEWORKS.get(point.name, point.name) in sys.modules:
+        # One that another thread has loaded meanwhile counts as well.
+        if _FRAMEWORKS.get(point.name, point.name) in sys.modules or point.name in _loaded:
             backend = load(point.name)
             if any(backend.owns(value) for value in values):
                 return backend
