@@ -304,16 +304,16 @@ def _using(name: str, backend: Backend) -> Iterator[Backend]:
 
 def _owner(values: Iterable[Any]) -> Backend | None:
     values = [value for value in values if value is not None]
-    for backend in list(_loaded.values()):  # first, for reading what is registered takes milliseconds
-        if any(backend.owns(value) for value in values):
-            return backend
+    return next((backend for backend in _usable() if any(map(backend.owns, values))), None)
+
+
+def _usable() -> Iterator[Backend]:
+    """The backends whose frameworks the script has imported; some come twice."""
+    yield from list(_loaded.values())  # first, for reading what is registered takes milliseconds
     for point in metadata.entry_points(group=GROUP):
         # One that another thread has loaded meanwhile counts as well.
         if _FRAMEWORKS.get(point.name, point.name) in sys.modules or point.name in _loaded:
-            backend = load(point.name)
-            if any(backend.owns(value) for value in values):
-                return backend
-    return None
+            yield load(point.name)
 
 
 def choose_for_call(*values: Any) -> tuple[Backend, BackendError | None]:

@@ -75,8 +75,7 @@ def describe(
             result.entries[one.key] = counter_entry(one.spec, content)
         else:
             one.skeleton.update(tiny_skeleton(one.spec, content))
-    compound = (key for key, one in result.entries.items() if one.skeleton is not LEAF and one.opaque)
-    result.objects = {key: values[key] for key in compound}
+    result.objects = {key: values[key] for key, one in result.entries.items() if one.opaque}
     return result
 
 

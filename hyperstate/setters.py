@@ -280,8 +280,7 @@ def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, box: Box
     kept = target.held.values.entries.get(key)
     if single and kept is not None:
         was = kept.single
-        same = was is spec or was == spec
-        if was is not None and (same or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
+        if was is not None and (was == spec or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
             old = target.held.live[key]
             return _Slot(tensors.local(old), box, spec, old)
     return _Slot(tensors.empty(box.shape, spec.dtype, _fresh_place(backend, target, key, spec)), box, spec)

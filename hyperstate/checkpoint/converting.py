@@ -18,8 +18,8 @@ from .container import SAVE, lay_out
 from .manifest import NAME, PIECE, SECTIONS, Chunk, File, Manifest, Stored, dump, parse
 from .origins import Contents, Origin, blocks
 from .progress import Meter, Progress
-from .single import appearing, local_path, open_parent
-from .storage import Store, Writer, open_store
+from .single import appearing, open_parent
+from .storage import Store, Writer, local_path, open_store
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 FORMATS = ("own", "safetensors", "ckpt", "dcp")

@@ -213,6 +213,10 @@ def read_manifest(store: Store) -> Manifest:
     return parse_manifest(data, f"{store.path}/{NAME}")
 
 
+TRIES = 5
+"""How often a reader begins anew because somebody saves to the path meanwhile."""
+
+
 def id_at(store: Store) -> str:
     """The id of the checkpoint at `store`; empty if none can be read."""
     try:

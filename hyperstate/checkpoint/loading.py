@@ -39,15 +39,13 @@ from ..schema import LEAF, Key, TensorSpec, counter_of, put_together
 from ..setters import IncompatibleKeys, Target
 from ..statelayout import AMBIGUOUS, OPAQUE, fresh_state
 from .boxes import offset_in, reads
-from .folder import id_at, open_file, read_manifest
+from .folder import TRIES, id_at, open_file, read_manifest
 from .manifest import Manifest, Saved, Stored
 from .progress import Meter, Progress
 from .storage import Reader, Store, open_store
 
 BLOCK = 64 << 20
 """Bytes that are read at a time where a box is no run of bytes of the file."""
-TRIES = 5
-"""How often a load begins anew because somebody saves to the path meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -346,12 +344,12 @@ def _read(
             for i, j in by_file[file]:
                 if fault := opened.fault(plan[i].stored, plan[i].stored.chunks[j]):
                     raise CheckpointError(f"{store.path}/{manifest.files[file].name}: {fault}")
-                mapped = None
-                if i not in locals_:
-                    mapped = _mapped(tensors, reader, plan[i], j)
-                    empty = tensors.empty(plan[i].box.shape, plan[i].stored.dtype, None) if mapped is None else None
-                    locals_[i] = empty if mapped is None else mapped
-                if mapped is None:
+                mapped = None if i in locals_ else _mapped(tensors, reader, plan[i], j)
+                if mapped is not None:
+                    locals_[i] = mapped
+                else:
+                    if i not in locals_:
+                        locals_[i] = tensors.empty(plan[i].box.shape, plan[i].stored.dtype, None)
                     _read_chunk(tensors, reader, plan[i], j, locals_[i])
                 meter.step(plan[i].held_by(j), manifest.files[file].name)
     for i, wanted in enumerate(plan):

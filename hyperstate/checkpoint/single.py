@@ -7,13 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .storage import Local, Store, Writer, open_store
-
-
-def local_path(path: str) -> str:
-    """The path of the system that a ``file://`` URL names; anything else as it is."""
-    kind, separator, rest = path.partition("://")
-    return rest if separator and kind in ("file", "local") else path
+from .storage import Local, Store, Writer, local_path, open_store
 
 
 def open_parent(path: str) -> tuple[Store, str]:
@@ -29,22 +23,16 @@ def open_parent(path: str) -> tuple[Store, str]:
 @contextmanager
 def appearing(store: Store, name: str) -> Iterator[Writer]:
     """A file to write, which takes its name at the end of the block; after an error it is not there."""
+    written = name
     if isinstance(store, Local):
-        temporary = name + ".new"
-        store.remove(temporary)
-        try:
-            with store.writer(temporary) as file:
-                yield file
-        except BaseException:
-            with suppress(CheckpointError):
-                store.remove(temporary)
-            raise
-        store.replace(temporary, name)
-        return
+        written = name + ".new"
+        store.remove(written)
     try:
-        with store.writer(name) as file:
+        with store.writer(written) as file:
             yield file
     except BaseException:
         with suppress(CheckpointError):
-            store.remove(name)
+            store.remove(written)
         raise
+    if isinstance(store, Local):
+        store.replace(written, name)

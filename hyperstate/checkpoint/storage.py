@@ -99,10 +99,14 @@ def open_store(path: Any) -> Store:
         text = os.fsdecode(text)
     if not text:
         raise CheckpointError("a checkpoint's path is empty; '.' is the current folder")
-    kind, separator, rest = text.partition("://")
-    if separator and kind in ("file", "local"):
-        text, separator = rest, ""
-    return Remote(text) if separator else Local(text)
+    where = local_path(text)
+    return Remote(text) if where == text and "://" in text else Local(where)
+
+
+def local_path(path: str) -> str:
+    """The path of the system that a ``file://`` URL names; anything else as it is."""
+    kind, separator, rest = path.partition("://")
+    return rest if separator and kind in ("file", "local") else path
 
 
 @contextmanager

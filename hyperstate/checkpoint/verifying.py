@@ -9,14 +9,12 @@ from typing import Any
 
 from ..errors import SCREENFUL, CheckpointError
 from .checksum import crc32
-from .folder import id_at, open_file, read_manifest
+from .folder import TRIES, id_at, open_file, read_manifest
 from .manifest import Chunk, File, Manifest, Stored
 from .progress import Meter, Progress
 from .storage import Store, open_store
 
 THREADS = 4
-TRIES = 5
-"""How often it begins anew because somebody saves to the path meanwhile."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from ..checkpoint import manifest
 from ..checkpoint.converting import open_origin
 from ..checkpoint.manifest import SECTIONS, Chunk, Saved, Stored
 from ..checkpoint.origins import INDEX, SUFFIX, Contents, Origin
-from ..checkpoint.single import local_path
-from ..checkpoint.storage import open_store
+from ..checkpoint.storage import local_path, open_store
 from ..errors import CheckpointError
 from ..foreign import unpickle
 from ..foreign.metadata import entries_of, field_of, neutral

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..checkpoint.converting import FORMATS, convert_at
 from ..checkpoint.manifest import SECTIONS
-from ..checkpoint.single import local_path
+from ..checkpoint.storage import local_path
 from .common import CHECKPOINT, Json, RefusedError, check_target, progress, refusing, report, size
 
 

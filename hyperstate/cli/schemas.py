@@ -11,7 +11,8 @@ from typing import Any
 from ..checkpoint import manifest
 from ..checkpoint.container import shape_of
 from ..checkpoint.origins import INDEX
-from ..checkpoint.single import local_path, open_parent
+from ..checkpoint.single import open_parent
+from ..checkpoint.storage import local_path
 from ..foreign.metadata import SavedEntries, neutral
 from ..foreign.readers import read
 from ..schema import DTYPES
@@ -33,7 +34,7 @@ def read_schema(path: str) -> list[Tensor]:
     checkpoints and JSON; elsewhere integers and the usual names of statistics are.
     """
     folder = Path(local_path(path))
-    if path.endswith(".json") and not path.endswith((INDEX, manifest.NAME)):
+    if is_schema(path):
         found = _of_json(path)
     elif (folder / ".rank0_metadata").is_file() and not (folder / METADATA).is_file():  # HyperParallel's
         found = _of_entries(read(folder, 0, "model").entries)
@@ -63,6 +64,11 @@ def _of_entries(entries: SavedEntries) -> list[Tensor]:
 
 def _is_parameter(fqn: str, dtype: str) -> bool:
     return DTYPES[dtype][1] in ("float", "complex") and fqn.rpartition(".")[2] not in _BUFFERS
+
+
+def is_schema(path: str) -> bool:
+    """Whether `path` names JSON of names and shapes: no index and no manifest of a checkpoint."""
+    return path.endswith(".json") and not path.endswith((INDEX, manifest.NAME))
 
 
 def _of_json(path: str) -> list[Tensor]:

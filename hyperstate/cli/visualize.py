@@ -10,15 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint.manifest import NAME
-from ..checkpoint.origins import INDEX
 from ..layout import Mesh, whole
 from ..pictures.drawing import Drawn, colour, drawn
 from ..pictures.picture import Picture
 from ..simulate.placement import Rule, check_names, layout_of, parse_mesh, parse_rule
 from .common import FILTER, Json, RefusedError, check_target, counted, matches, refusing, report, write
 from .contents import Wanted, open_contents
-from .schemas import SCHEMA, read_schema
+from .schemas import SCHEMA, is_schema, read_schema
 
 EXAMPLE = ("float32", (1024, 1024))
 """What is drawn for a mesh alone."""
@@ -74,7 +72,7 @@ def _picture(path: str | None, mesh: str | None, rules: tuple[Rule, ...], wanted
         raise RefusedError("name a checkpoint, or a mesh with --mesh, or both")
     if rules:
         raise RefusedError("--rule goes with --mesh only")
-    if path.endswith(".json") and not path.endswith((INDEX, NAME)):
+    if is_schema(path):
         raise RefusedError(f"{path}: to draw a schema, say for which mesh: --mesh fsdp=4")
     return _of_files(path, wanted)
 

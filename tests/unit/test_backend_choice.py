@@ -100,6 +100,19 @@ def test_the_type_of_the_object_decides_once_its_framework_is_imported(install):
     assert "jelly" == backend.choose(None, model).name
 
 
+def test_a_backend_that_another_thread_loads_meanwhile_is_found(install, monkeypatch):
+    model = __import__(install("jelly", package="jellies")).Model()
+    points = backend.metadata.entry_points
+
+    def late(**which):
+        monkeypatch.setattr(backend.metadata, "entry_points", points)
+        backend.load("jelly")
+        return points(**which)
+
+    monkeypatch.setattr(backend.metadata, "entry_points", late)
+    assert "jelly" == backend.choose(model).name
+
+
 def test_choosing_imports_no_framework_that_the_script_has_not_imported(install):
     install("jelly")
     with pytest.raises(BackendError, match="no backend serves list"):
