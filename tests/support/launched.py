@@ -11,14 +11,18 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pages
+
+EXAMPLE = "tests/frameworks/test_torch_example.py"
+"""The mark in README.md of the commands that start the example."""
 LIMIT_S = 150.0
 
 
 def shown(launcher: str) -> tuple[str, list[str]]:
     """The command of README.md that uses `launcher`, and the lines that it is said to print."""
-    (block,) = re.findall(r"^```console\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+    page = pages.read(pages.ROOT / "README.md")
+    (block,) = [one for _, file, one in page.elsewhere if file == EXAMPLE and one.language == "console"]
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, *lines = part.splitlines()
         if f" {launcher} " in f" {command} ":
             return command, lines
@@ -37,7 +41,7 @@ def run(command: str, *more: str, **variables: str) -> tuple[int, list[str]]:
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [str(folder / launcher), *more, *arguments],
-        cwd=ROOT,
+        cwd=pages.ROOT,
         env=environment | assigned | variables,
         stdout=subprocess.PIPE,
         text=True,
