@@ -10,6 +10,7 @@ from torch_nets import Net
 
 import hyperstate as hs
 from hyperstate.testing import Pool
+from hyperstate_torch.fabric import TorchFabric
 
 BODIES = Path(__file__).with_name("bodies_torch_faults.py")
 MOMENTS = Path(__file__).with_name("bodies_torch_moments.py")
@@ -198,3 +199,20 @@ def test_e44_unknown_flat_keys_are_errors_or_reported() -> None:
     report = hs.set_optim_state_dict(model, optimizer, odd, options=hs.StateDictOptions(strict=False))
     assert any("gone.weight" in key for key in report.unexpected_keys)
     assert any("other" in key for key in report.unexpected_keys)
+
+
+def test_a_message_that_a_lost_peer_refuses_keeps_none_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer known to be lost refuses at once; others must not wait for what they would have got, nor be blamed."""
+    posted = []
+
+    def refuse(peer: int) -> None:
+        if peer == 3:
+            raise RuntimeError("connection closed by peer")
+        posted.append(peer)
+
+    monkeypatch.setattr(torch.distributed, "irecv", lambda buffer, src, tag: refuse(src))
+    monkeypatch.setattr(torch.distributed, "isend", lambda buffer, dst, tag: refuse(dst))
+    messages = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in (3, 0, 2)]
+    with pytest.raises(hs.TransferError, match="can't exchange data with rank 3: connection closed by peer"):
+        TorchFabric().exchange(messages, messages)
+    assert posted == [0, 2, 0, 2]

@@ -85,22 +85,32 @@ class TorchFabric:
         self._count(sends, recvs)
         if not sends and not recvs:
             return Exchange(self, [], [])
-        try:
-            works = self._tagged(sends, recvs) if self.wire().type == "cpu" else self._batched(sends, recvs)
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {self.rank()} can't exchange data with {_names(sends, recvs)}: {error}"
-            ) from error
+        if self.wire().type == "cpu":
+            works = self._tagged(sends, recvs)
+        else:
+            try:
+                works = self._batched(sends, recvs)
+            except RuntimeError as error:
+                raise self._refused(_names(sends, recvs), error) from error
         return Exchange(self, works, [*sends, *recvs])
 
-    @staticmethod
-    def _tagged(sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Any, str]]:
+    def _tagged(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Any, str]]:
+        """Each message by itself. One to a lost peer is refused at once; the other peers still get theirs."""
         works: list[tuple[Any, str]] = []
-        for peer, buffer in recvs:
-            works.append((dist.irecv(buffer, src=peer, tag=TAG), f"rank {peer}"))
-        for peer, buffer in sends:
-            works.append((dist.isend(buffer, dst=peer, tag=TAG), f"rank {peer}"))
+        refusals: list[tuple[str, RuntimeError]] = []
+        for start, messages in ((_receive, recvs), (_send, sends)):
+            for peer, buffer in messages:
+                try:
+                    works.append((start(buffer, peer), f"rank {peer}"))
+                except RuntimeError as error:
+                    refusals.append((f"rank {peer}", error))
+        if refusals:
+            self._abandoned.append((works, [*sends, *recvs]))
+            raise self._refused(*refusals[0]) from refusals[0][1]
         return works
+
+    def _refused(self, peers: str, error: Exception) -> TransferError:
+        return TransferError(f"rank {self.rank()} can't exchange data with {peers}: {error}")
 
     @staticmethod
     def _batched(sends: Sequence[Message], recvs: Sequence[Message]) -> list[tuple[Any, str]]:
@@ -153,6 +163,14 @@ class Exchange:
         self._fabric._abandoned.append((self._works, self._messages))
         self._works, self._messages = [], []
         raise TransferError(f"rank {self._fabric.rank()} lost the connection to {peer}: {text}") from error
+
+
+def _receive(buffer: torch.Tensor, peer: int) -> Any:
+    return dist.irecv(buffer, src=peer, tag=TAG)
+
+
+def _send(buffer: torch.Tensor, peer: int) -> Any:
+    return dist.isend(buffer, dst=peer, tag=TAG)
 
 
 def _wait(work: Any, seconds: float, on_device: bool) -> bool:
