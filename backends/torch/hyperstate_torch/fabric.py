@@ -98,10 +98,10 @@ class TorchFabric:
         """Each message by itself. One to a lost peer is refused at once; the other peers still get theirs."""
         works: list[tuple[Any, str]] = []
         refusals: list[tuple[str, RuntimeError]] = []
-        for start, messages in ((_receive, recvs), (_send, sends)):
+        for start, messages in ((dist.irecv, recvs), (dist.isend, sends)):
             for peer, buffer in messages:
                 try:
-                    works.append((start(buffer, peer), f"rank {peer}"))
+                    works.append((start(buffer, peer, tag=TAG), f"rank {peer}"))
                 except RuntimeError as error:
                     refusals.append((f"rank {peer}", error))
         if refusals:
@@ -163,14 +163,6 @@ class Exchange:
         self._fabric._abandoned.append((self._works, self._messages))
         self._works, self._messages = [], []
         raise TransferError(f"rank {self._fabric.rank()} lost the connection to {peer}: {text}") from error
-
-
-def _receive(buffer: torch.Tensor, peer: int) -> Any:
-    return dist.irecv(buffer, src=peer, tag=TAG)
-
-
-def _send(buffer: torch.Tensor, peer: int) -> Any:
-    return dist.isend(buffer, dst=peer, tag=TAG)
 
 
 def _wait(work: Any, seconds: float, on_device: bool) -> bool:
