@@ -38,7 +38,7 @@ def _picture(backend: Backend, specs: Mapping[str, TensorSpec], title: str) -> P
     tensors: list[Drawn] = [
         drawn(name, spec.dtype, spec.shape, spec.layout, range(ranks)) for name, spec in specs.items()
     ]
-    title = title or f"{len(tensors)} tensors on {ranks} rank{'s' * (ranks > 1)}"
+    title = title or f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} on {ranks} rank{'s' * (ranks > 1)}"
     return Picture(title, tuple(tensors), tuple(f"rank {n}" for n in range(ranks)), mesh)
 
 
