@@ -280,9 +280,14 @@ def load(name: str) -> Backend:
         if error.name != _FRAMEWORKS.get(name, name):
             raise
         raise BackendError(
-            f"the backend {name!r} needs a framework that is not installed: pip install 'hyperstate-dist[{name}]'"
+            f"the backend {name!r} needs a framework that is not installed: {how_to_install(name)}"
         ) from None
     return _loaded.setdefault(name, factory())
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for what an extra of this distribution brings."""
+    return f"pip install 'hyperstate-dist[{extra}]' (in a clone: '.[{extra}]')"
 
 
 def use_backend(name: str) -> AbstractContextManager[Backend]:
@@ -352,6 +357,6 @@ def choose(*values: Any) -> Backend:
         kinds = ", ".join(type(value).__qualname__ for value in values if value is not None) or "nothing"
         raise BackendError(
             f"no backend serves {kinds}; set {VARIABLE} to one of: {', '.join(installed())}, "
-            "or install a framework: pip install 'hyperstate-dist[torch]'"
+            f"or install a framework: {how_to_install('torch')}"
         )
     return found

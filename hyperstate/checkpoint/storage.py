@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from ..backend import how_to_install
 from ..errors import CheckpointError
 from .aside import Aside
 
@@ -297,7 +298,7 @@ class Remote:
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # ships no types
         except ImportError:
-            raise CheckpointError(f"{url} needs fsspec: pip install 'hyperstate-dist[fsspec]'") from None
+            raise CheckpointError(f"{url} needs fsspec: {how_to_install('fsspec')}") from None
         self.path = url
         try:
             self._fs, root = url_to_fs(url)

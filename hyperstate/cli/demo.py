@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..backend import GROUP, VARIABLE, installed, load
+from ..backend import GROUP, VARIABLE, how_to_install, installed, load
 from ..errors import BackendError
 from ..testing import Pool, RankFailure
 from .example import FetchError, fetch
@@ -146,7 +146,7 @@ def _backend(wanted: str | None) -> tuple[str, Path]:
     if wanted is None:
         usable = [name for name in PREFERRED if name in names and importlib.util.find_spec(name) is not None]
         if not usable:
-            raise RefusedError("no framework is installed; install one: pip install 'hyperstate-dist[torch]'")
+            raise RefusedError(f"no framework is installed; install one: {how_to_install('torch')}")
         wanted = usable[0]
     try:
         load(wanted)

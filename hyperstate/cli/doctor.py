@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..backend import VARIABLE, installed
+from ..backend import VARIABLE, how_to_install, installed
 from ..errors import OptionError
 from ..testing import Pool, RankFailure
 from ..transfer import BUCKET_VARIABLE, message_limit
@@ -200,7 +200,7 @@ def _usable(backends: list[Backend]) -> list[Finding]:
     if any(backend.usable for backend in backends):
         return []
     text = "no backend can be used"
-    return [Finding("backends", BAD, text, "install a framework: pip install 'hyperstate-dist[torch]'")]
+    return [Finding("backends", BAD, text, f"install a framework: {how_to_install('torch')}")]
 
 
 # -- for people --------------------------------------------------------------------------------------

@@ -56,9 +56,9 @@ def plan(
 ) -> None:
     """Plan every operation between two meshes of up to 16,384 ranks, without any rank: bytes, messages, memory, time.
 
-    Mesh dimensions called fsdp (shard, dp_shard) shard every tensor along dim 0; dp (replica, dp_replicate) replicate;
-    tp shards as Megatron does, by the usual names of layers; ep shards stacked experts; --rule says others. Beside
-    each figure stands that of PyTorch's whole-tensor all-gather and broadcast.
+    Mesh dimensions called fsdp (shard, dp_shard) shard every tensor along dim 0; dp (replica, replicate, dp_replicate)
+    replicate; tp shards as Megatron does, by the usual names of layers; ep shards stacked experts; --rule says others.
+    Beside each figure stands that of PyTorch's whole-tensor all-gather and broadcast.
     Exit code 2: the schema or a mesh can't be read.
     """
     with refusing("plan"):
@@ -112,9 +112,9 @@ def _placed(mesh: Mesh, tensors: Sequence[Tensor], rules: Sequence[Rule]) -> dic
 
 
 def _show(console: Console, job: Job, value: dict[str, Any], figures: Sequence[Figures]) -> None:
-    state = (
-        "" if value["optimizer"] == "none" else f", {size(value['nbytes_with_optimizer'])} with {value['optimizer']}"
-    )
+    state = f", {size(value['nbytes_with_optimizer'])} with {value['optimizer']}"
+    if value["optimizer"] == "none":
+        state = ", without optimizer state (--optimizer adam counts Adam's)"
     console.print(f"{counted(value['tensors'], 'tensor')}, {size(value['nbytes'])}{state}", markup=False)
     for word in ("from", "to"):
         placed = value[word]

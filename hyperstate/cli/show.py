@@ -33,7 +33,7 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print()
     if outcome.equal:
         console.print(f"[bold green]EQUAL[/]: every value on {outcome.meshes[1]} has the bits of {outcome.meshes[0]}.")
-        console.print("Next: the script in README.md moves a state of your own, and draws both meshes.", style="dim")
+        console.print("Next: the script in README.md, which draws what it moves on both meshes.", style="dim")
     else:
         first = next((check for check in outcome.checks if check.decides and not check.equal), None)
         names = ", ".join(first.differences) if first and first.differences else "nothing was compared"

@@ -62,7 +62,7 @@ def visualize(
         picture = _picture(path, mesh, tuple(parse_rule(text) for text in rule or ()), wanted)
         if html is not None:
             write(html, picture.html())
-        report(json, _value(picture), lambda console: _show(console, picture))
+        report(json, _value(picture), lambda console: _show(console, picture, html))
 
 
 def _picture(path: str | None, mesh: str | None, rules: tuple[Rule, ...], wanted: Wanted) -> Picture:
@@ -95,7 +95,7 @@ def _of_mesh(path: str | None, text: str, mesh: Mesh, rules: tuple[Rule, ...], p
             for t in found
             if matches(t.fqn, pattern)
         ]
-        title = f"{_name(path)} on {text}"
+        title = f"{_name(path)}{'' if is_schema(path) else ', the model,'} on {text}"
     if not tensors:
         raise RefusedError(f"no name matches {pattern!r}")
     return Picture(title, tuple(tensors), tuple(f"rank {rank}" for rank in ranks), mesh)
@@ -157,7 +157,7 @@ def _value(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _show(console: Console, picture: Picture) -> None:
+def _show(console: Console, picture: Picture, html: Path | None) -> None:
     coloured = console.is_terminal
     for line in picture.lines(min(console.width, 120) if coloured else 80):
         text = Text()
@@ -165,6 +165,8 @@ def _show(console: Console, picture: Picture) -> None:
             style = "" if holder is None or not coloured else _style(words, colour(holder))
             text.append(words, style)
         console.print(text, soft_wrap=True)
+    if html is not None:
+        console.print(f"\nAs a page: {html}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _style(words: str, shade: str) -> str:

@@ -86,7 +86,10 @@ def test_a_framework_that_is_not_installed_is_a_note_with_the_line_to_install_it
     done = hyperstate("doctor", "--quick", "--json", "-", PYTHONPATH=place)
     assert 0 == done.code
     (finding,) = {one["name"]: one for one in done.json()["backends"]}["lonely"]["findings"]
-    assert ("note", "pip install 'hyperstate-dist[lonely]'") == (finding["state"], finding["remedy"])
+    assert ("note", "pip install 'hyperstate-dist[lonely]' (in a clone: '.[lonely]')") == (
+        finding["state"],
+        finding["remedy"],
+    )
 
 
 def test_numpy_2_beside_mindspore_is_bad(hyperstate: Callable[..., Any], tmp_path: Path) -> None:

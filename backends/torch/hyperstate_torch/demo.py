@@ -127,7 +127,7 @@ def _demo(kit: Any, given: Input, report: Report) -> None:
     # Last, because a failure of it may leave the process group unusable.
     try:
         _move_by_pytorch(meter, first, third, target)
-        _compare(report, f"for comparison: {target}, moved by PyTorch's API", first, third, decides=False)
+        _compare(report, f"for comparison: {target} by PyTorch's API, no group fields", first, third, decides=False)
     except Exception as error:  # noqa: BLE001  # whatever it is, it is PyTorch's and no verdict on us
         report.how += f" PyTorch's own API failed at this move: {type(error).__name__}: {error}"
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperstate.backend import how_to_install
+
 INDEX = "model.safetensors.index.json"
 TRAINED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -223,7 +225,7 @@ def read_safetensors(path: Path, values: bool) -> dict[str, torch.Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError:
-        raise RefusedInputError(f"{path} needs the package safetensors: pip install 'hyperstate-dist[torch]'") from None
+        raise RefusedInputError(f"{path} needs the package safetensors: {how_to_install('torch')}") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: _keep(file.get_tensor(name), values) for name in file.keys()}  # noqa: SIM118  # no dict
