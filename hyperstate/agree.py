@@ -15,7 +15,7 @@ from typing import Any
 
 from .backend import Backend
 from .errors import AbsentRankError, Fault, ParticipantsError, TransferError, raise_faults
-from .schema import digest, from_wire, to_wire
+from .wire import canonical, digest, from_wire, to_wire
 
 SLICE_S = 1.0
 """How long to wait before looking whether an awaited rank is busy in another call, in seconds."""
@@ -82,14 +82,14 @@ class Call:
         if self.alone:
             raise_faults(faults, self.what)
             return {name: [(self.ranks, value)] for name, value in parts.items()}
-        wire = {name: to_wire(value) for name, value in parts.items()}
-        mine = {name: digest(data) for name, data in wire.items()}
+        texts = {name: canonical(value) for name, value in parts.items()}
+        mine = {name: digest(text) for name, text in texts.items()}
         verdict = self._meet(faults, mine)
         self._forget_last_call()
         result = {}
         for name, groups in verdict["parts"].items():
             result[name] = [
-                (tuple(ranks), self._fetch(key, ranks, groups, wire[name], mine[name], parts[name]))
+                (tuple(ranks), self._fetch(key, ranks, groups, texts[name], mine[name], parts[name]))
                 for key, ranks in groups
             ]
         return result
@@ -115,7 +115,7 @@ class Call:
             raise_faults(faults, self.what)
             return {self.me: value}
         name = f"{self._set}/{self._number}/{self._stage + 1}/value"
-        self._post(f"{name}/{self.me}", to_wire(value))
+        self._post(f"{name}/{self.me}", to_wire(canonical(value)))
         self._meet(faults, {})
         self._forget_last_call()
         if self.me != self.leader:
@@ -148,12 +148,12 @@ class Call:
             "mixed; load them again"
         )
 
-    def _fetch(self, key: str, ranks: Sequence[int], groups: Sequence[Any], data: bytes, mine: str, value: Any) -> Any:
+    def _fetch(self, key: str, ranks: Sequence[int], groups: Sequence[Any], text: bytes, mine: str, value: Any) -> Any:
         """The description named `key`; its lowest holder publishes it if others need it."""
         name = f"{self._prefix}/part/{key}"
         if key == mine:
             if ranks[0] == self.me and len(groups) > 1:
-                self._post(name, data)
+                self._post(name, to_wire(text))
             return value
         found = self.backend.control.get(name, self.timeout)
         if found is None:

@@ -75,7 +75,7 @@ def _sourced(
 ) -> Iterator[tuple[str, Skeletons]]:
     mine: dict[int, Variant] = {}  # by identity: parameters that ranks hold alike share their variants
     for fqn in fqns:
-        held = resolver.targets[("param", fqn)]
+        held = resolver.targets["param", fqn][()]
         target = mine.get(id(held))
         if target is None:
             target = mine[id(held)] = next((v for v in held if me in v.ranks), Variant(Entry(None), (me,)))

@@ -14,11 +14,12 @@ from .collect import Held
 from .describe import content_digest, rebuild, show
 from .errors import Fault, TransferError, UnsupportedConfigurationError, raise_faults
 from .layout import Box, whole
-from .merge import Variant, Variants, check_alike, check_groups, merge, root_of
+from .merge import Variant, Variants, by_key, check_alike, check_groups, merge, root_of
 from .plan import Move, Route, plan, to_ranks
-from .schema import LEAF, Entry, Key, TensorSpec, pack_entries, tensor_entry
+from .schema import LEAF, Entry, Key, TensorSpec, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, is_sharded
 from .transfer import message_limit, run
+from .wire import pack_entries
 
 Result = dict[Key, Any]
 Warn = Callable[[str], None]
@@ -110,7 +111,7 @@ def full(
     `param_groups`.
     """
     classes = call.describe(faults, parts)
-    variants = merge(classes["entries"])
+    variants = by_key(merge(classes["entries"]))
     raise_faults([*check_alike(variants, call.ranks), *check_groups(classes["groups"])], call.what)
     if flat:
         check_twins(call, held, variants)

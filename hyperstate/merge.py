@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from .agree import Classes
 from .describe import show
 from .errors import Fault
 from .layout import Layout
-from .schema import Entry, Key, TensorSpec, alike, tensor_entry, unpack_entries
+from .schema import Entry, Key, TensorSpec, alike, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, OPAQUE
+from .wire import Place, unpack_entries
 
 
 class Variant(NamedTuple):
@@ -31,41 +32,68 @@ class Variant(NamedTuple):
         return self.ranks if layout is None else tuple(r for r in self.ranks if r in layout.mesh.members)
 
 
-Variants = dict[Key, list[Variant]]
+Variants = Mapping[Key, list[Variant]]
+Places = dict[Place, Variants]
+"""What ranks hold under each name of a section, by the rest of the key."""
 
 
-def merge(classes: Classes) -> Variants:
-    """By key, the distinct entries that ranks hold, lowest rank first.
+def merge(classes: Classes) -> Places:
+    """The distinct entries that ranks hold, lowest rank first.
 
-    Keys that ranks hold alike have the very same list, so that what follows from it need be found out once.
+    Names under which ranks hold alike have the very same variants, so that what follows from them need be found out
+    once.
     """
-    found: Variants = {}
-    joined: dict[tuple[int, int], list[Variant]] = {}
+    found: Places = {}
+    joined: dict[tuple[int, int], Variants] = {}
     kept: list[Any] = []  # `joined` names objects by identity: they must live as long
     for ranks, packed in classes:
-        alone: dict[int, list[Variant]] = {}
-        entries = unpack_entries(packed)
-        for key, entry in entries.items():
-            new = alone.get(id(entry))
-            if new is None:
-                new = alone[id(entry)] = [Variant(entry, ranks)]
-            before = found.get(key)
+        places = unpack_entries(packed, partial(_alone, ranks))
+        for place, new in places.items() if found else ():
+            before = found.get(place)
             if before is None:
-                found[key] = new
+                found[place] = new
                 continue
             both = joined.get((id(before), id(new)))
             if both is None:
-                both = joined[id(before), id(new)] = _add(before, new[0])
+                both = joined[id(before), id(new)] = _both(before, new)
                 kept += (before, new)
-            found[key] = both
-    if len(classes) == 1:
-        return found
-    return {key: settle(same, _parameter_of(key, found)) if len(same) > 1 else same for key, same in found.items()}
+            found[place] = both
+        found = found or places
+    return found if len(classes) == 1 else _settled(found)
 
 
-def _parameter_of(key: Key, found: Variants) -> TensorSpec | None:
+def by_key(places: Places) -> dict[Key, list[Variant]]:
+    """The variants by their whole keys."""
+    return {place + rest: same for place, variants in places.items() for rest, same in variants.items()}
+
+
+def _alone(ranks: tuple[int, ...], entry: Entry) -> list[Variant]:
+    return [Variant(entry, ranks)]
+
+
+def _both(before: Variants, new: Variants) -> Variants:
+    result = dict(before)
+    for rest, variants in new.items():
+        result[rest] = _add(result[rest], variants[0]) if rest in result else variants
+    return result
+
+
+def _settled(found: Places) -> Places:
+    done: dict[tuple[int, int], Variants] = {}
+    result: Places = {}
+    for place, variants in found.items():
+        params = found.get(("param", place[1])) if place[0] == "state" else None
+        sign = id(variants), id(params)
+        if sign not in done:
+            param = _parameter(params)
+            done[sign] = {rest: settle(same, param) if len(same) > 1 else same for rest, same in variants.items()}
+        result[place] = done[sign]
+    return result
+
+
+def _parameter(params: Variants | None) -> TensorSpec | None:
     """The parameter to which a state value belongs, if all ranks have it on one mesh."""
-    same = found.get(("param", key[1]), []) if key[0] == "state" else []
+    same = [] if params is None else params[()]
     return same[0].entry.leaves[0] if len(same) == 1 else None
 
 

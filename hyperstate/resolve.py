@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from .agree import Classes
 from .describe import show
 from .errors import Fault
-from .merge import Variant, Variants, brief, check_present, merge
+from .merge import Places, Variant, brief, check_present, merge
 from .plan import Route, to_ranks
 from .schema import Entry, Key, TensorSpec, keeps_meaning, number_fits
 from .statelayout import AMBIGUOUS, HOOK, OPAQUE, Rule, fresh_state
+from .wire import Place
 
 
 class Mode(NamedTuple):
@@ -44,8 +45,10 @@ class Delivery(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """How one value is delivered. Values that ranks hold and pass alike share a decision."""
+    """How one value is delivered. Names that ranks hold and pass alike share decisions."""
 
+    rest: Key
+    """Of its key, after section and name."""
     routes: tuple[Route, ...]
     write: Write | None
     """None where this rank keeps no part."""
@@ -79,8 +82,6 @@ class Resolver:
     ) -> None:
         self.mode, self.ranks, self.me, self.rules = mode, ranks, me, rules
         self.out = Resolution()
-        self._decisions: dict[tuple[Any, ...], _Decision] = {}
-        """By what the ranks hold and pass: the very objects, which equal entries share (see `merge`)."""
         self._namings: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}
         self.names: dict[str, str] = {}
         """Further names of tied parameters -> the first."""
@@ -88,47 +89,64 @@ class Resolver:
             self.names |= target["names"]
         self.targets = merge([(ranks, target["entries"]) for ranks, target in targets])
         self.sources = self._canonical(merge([(ranks, source["entries"]) for ranks, source in sources]))
-        self.states: dict[str, dict[Key, list[Variant]]] = {}
-        for key, same in self.sources.items():
-            if key[0] == "state":
-                self.states.setdefault(key[1], {})[key] = same
 
-    def _canonical(self, sources: Variants) -> Variants:
+    def _canonical(self, sources: Places) -> Places:
         """Source entries under the target's first names; the first name itself wins over further ones."""
-        result = {key: same for key, same in sources.items() if key[0] == "global" or key[1] not in self.names}
-        for key, same in sources.items():
-            if key[0] != "global" and key[1] in self.names:
-                name = (key[0], self.names[key[1]], *key[2:])
-                if name not in result:
-                    result[name] = same
-                    self.out.names[name] = key
+        result = {place: same for place, same in sources.items() if place[0] == "global" or place[1] not in self.names}
+        for place in sources if self.names else ():
+            if place in result:
+                continue
+            first = (place[0], self.names[place[1]])
+            known = result.get(first, {})
+            new = {rest: same for rest, same in sources[place].items() if rest not in known}
+            result[first] = {**known, **new}
+            self.out.names |= {first + rest: place + rest for rest in new}
         return result
 
     def resolve(self) -> Resolution:
-        """All keys; faults first, for they end the call."""
-        present: set[int] = set()
-        for key, same in self.targets.items():
-            if key[0] not in ("model", "param"):
+        """All keys; faults first, for they end the call. Names that ranks hold and pass alike are decided once."""
+        known: dict[tuple[Any, ...], list[_Decision]] = {}
+        for place, held in self.targets.items():
+            section, name = place
+            if section not in ("model", "param"):
                 continue
-            if id(same) not in present:
-                faults = check_present(key, same, frozenset(self.ranks))
-                self.out.faults += faults
-                if not faults:
-                    present.add(id(same))
-            for variant in same:
-                if key[0] == "model":
-                    self._decided(key, key, variant, None, self._model_specs)
-                else:
-                    self._parameter(key[1], variant)
+            about = [place] if section == "model" else [("named", name), ("state", name)]
+            passed = [id(self.sources.get(one)) for one in about]
+            sign = (section, id(held), *passed, id(self.targets.get(("state", name))))
+            decisions = known.get(sign)
+            if decisions is None:
+                before = self._notes()
+                decisions = self._decisions(place, held[()])
+                if before == self._notes():  # what was noted belongs to this name alone
+                    known[sign] = decisions
+            self._note(section if section == "model" else "state", name, decisions)
         self._shared()
         self._unexpected()
         return self.out
+
+    def _decisions(self, place: Place, held: list[Variant]) -> list[_Decision]:
+        """What becomes of all that is passed under one name of a target."""
+        self.out.faults += check_present(place, held, frozenset(self.ranks))
+        if place[0] == "param":
+            return [decision for variant in held for decision in self._parameter(place[1], variant)]
+        return list(filter(None, [self._decided(place, variant, self._model_specs) for variant in held]))
+
+    def _note(self, section: str, name: Any, decisions: Iterable[_Decision]) -> None:
+        for rest, routes, write in decisions:
+            key = (section, name, *rest)
+            for i, route in enumerate(routes):
+                self.out.deliveries.append(Delivery(key, i, route))
+            if write is not None:
+                self.out.writes[key] = write
+
+    def _notes(self) -> tuple[int, ...]:
+        return len(self.out.faults), len(self.out.missing), len(self.out.ignored), len(self.out.cleared)
 
     # -- which source ---------------------------------------------------------------------------------
 
     def _chosen(self, key: Key, target: Variant) -> list[Variant]:
         """The source variants that serve `target`; empty if there is none."""
-        given = self.sources.get(key, [])
+        given = self.sources.get(key[:2], {}).get(key[2:], [])
         if len(given) == 1 and len(given[0].ranks) == 1 and self.mode.broadcast:
             return given
         passing = {rank: variant for variant in given for rank in variant.ranks}
@@ -231,18 +249,20 @@ class Resolver:
 
     # -- optimizers -----------------------------------------------------------------------------------
 
-    def _parameter(self, fqn: str, target: Variant) -> None:
-        saved = self.states.get(fqn, {})
-        named, wrote = self._named_by(fqn, target), False
+    def _parameter(self, fqn: str, target: Variant) -> list[_Decision]:
+        named = self._named_by(fqn, target)
         if not named:
             self._missing(fqn, target)
-            return
-        for key, same in saved.items():
-            if self.mode.broadcast and all(named.isdisjoint(variant.ranks) for variant in same):
-                continue
-            wrote |= self._decided(key, key[2], target, self._kept(key, target), self._state_specs)
-        if not wrote and self.me in target.ranks:
+            return []
+        found = [
+            self._decided(("state", fqn, *rest), target, self._state_specs)
+            for rest, same in self.sources.get(("state", fqn), {}).items()
+            if not self.mode.broadcast or any(named.intersection(variant.ranks) for variant in same)
+        ]
+        decided = list(filter(None, found))
+        if not decided and self.me in target.ranks:
             self.out.cleared.append(fqn)
+        return decided
 
     def _named_by(self, fqn: str, target: Variant) -> frozenset[int]:
         """The ranks whose groups name the parameter, of those that serve `target`."""
@@ -255,7 +275,7 @@ class Resolver:
 
     def _kept(self, key: Key, target: Variant) -> Variant | None:
         """What the ranks of `target` keep under `key`."""
-        for variant in self.targets.get(key, ()):
+        for variant in self.targets.get(key[:2], {}).get(key[2:], ()):
             if _meet(variant.ranks, target.ranks):
                 return variant
         return None
@@ -310,77 +330,58 @@ class Resolver:
     def _shared(self) -> None:
         """Values that belong to the optimizer as a whole: each rank of an optimizer gets all of them."""
         target = Variant(Entry(None), tuple(self.ranks))
-        for key in self.sources:
-            if key[0] == "global":
-                self._decided(key, key, target, None, lambda _, __, entry, ___: _plain(entry))
+        for (section, name), passed in self.sources.items():
+            for rest in passed if section == "global" else ():
+                decided = self._decided((section, name, *rest), target, lambda _, __, entry, ___: _plain(entry))
+                self._note(section, name, filter(None, [decided]))
 
     # -- the rest -------------------------------------------------------------------------------------
 
-    def _decided(self, key: Key, kind: Any, target: Variant, kept: Variant | None, specs: _Specs) -> bool:
-        """Note what becomes of one value; whether there is one. Equal cases (of one `kind`) are decided once."""
-        same = self.sources.get(key)
-        sign = (kind if key[0] == "state" else key[0], id(target), id(kept), id(same))
-        decision = self._decisions.get(sign)
-        if decision is None:
-            before = self._notes()
-            chosen = self._chosen(key, target)
-            entry = self._served(key, target, chosen)
-            goals = None if entry is None else specs(key, target, entry, chosen)
-            if entry is None or goals is None:
-                return entry is not None
-            decision = self._decide(target, chosen, entry, goals)
-            if before == self._notes():  # what was noted belongs to this key alone
-                self._decisions[sign] = decision
-        routes, write = decision
-        self.out.deliveries += [Delivery(key, i, route) for i, route in enumerate(routes)]
-        if write is not None:
-            self.out.writes[key] = write
-        return True
-
-    def _notes(self) -> tuple[int, ...]:
-        return len(self.out.faults), len(self.out.missing), len(self.out.ignored)
-
-    def _decide(
-        self, target: Variant, chosen: Sequence[Variant], entry: Entry, specs: tuple[TensorSpec, ...]
-    ) -> _Decision:
+    def _decided(self, key: Key, target: Variant, specs: _Specs) -> _Decision | None:
+        """What becomes of one value; None if there is none, or after noting a fault."""
+        chosen = self._chosen(key, target)
+        entry = self._served(key, target, chosen)
+        goals = None if entry is None else specs(key, target, entry, chosen)
+        if entry is None or goals is None:
+            return None
         ranks = chosen[0].ranks
         if len(chosen) > 1:
             ranks = tuple(sorted({rank for variant in chosen for rank in variant.ranks}))
         routes = []
-        for have, want in zip(entry.leaves, specs, strict=False):
+        for have, want in zip(entry.leaves, goals, strict=False):
             source = have.layout.held_by(have.shape, ranks) if have.layout else None
             source = source or to_ranks(ranks, have.shape)
             goal = want.layout or to_ranks(target.holders(), want.shape)
             routes.append(Route(have.dtype, have.shape, source, goal, want.dtype))
-        return _Decision(tuple(routes), Write(entry, specs) if self.me in target.holders() else None)
+        return _Decision(key[2:], tuple(routes), Write(entry, goals) if self.me in target.holders() else None)
 
     def _unexpected(self) -> None:
-        known = {(key[0], key[1]) for key in self.targets}
         expected: set[tuple[str, int, int]] = set()
-        for key, same in self.sources.items():
-            if key[0] == "global":
+        for (section, name), passed in self.sources.items():
+            if section == "global":
                 continue
-            place = ("param" if key[0] in ("state", "named") else key[0], key[1])
-            sign = (place[0], id(same), id(self.targets.get(place)))
+            place = ("param" if section in ("state", "named") else section, name)
+            sign = (place[0], id(passed), id(self.targets.get(place)))
             if sign in expected:
                 continue
-            ranks = self._surprised(same, place, place in known)
-            if not ranks:
+            ranks = next(filter(None, [self._surprised(same, place) for same in passed.values()]), None)
+            if ranks is None:
                 expected.add(sign)
-            elif key[1] not in self.out.unexpected:
+            elif name not in self.out.unexpected:
                 if self.me in ranks:
-                    self.out.unexpected.append(key[1])
+                    self.out.unexpected.append(name)
                 if self.mode.strict:
-                    self._fault(ranks[0], f"unexpected: {key[1]!r} is in the state dict, not in the target")
+                    self._fault(ranks[0], f"unexpected: {name!r} is in the state dict, not in the target")
 
-    def _surprised(self, same: Iterable[Variant], place: Key, fits: bool) -> list[int]:
+    def _surprised(self, same: Iterable[Variant], place: Place) -> list[int]:
         """The ranks that pass in vain what belongs to `place`."""
         passing = sorted({rank for variant in same for rank in variant.ranks})
+        fits = place in self.targets
         if self.mode.broadcast:
             return [] if fits else list(self.ranks)
         if any(variant.layout() is not None for variant in same):
             return [] if fits else passing
-        holding = {rank for variant in self.targets.get(place, []) for rank in variant.ranks}
+        holding = {rank for variant in self.targets[place][()] for rank in variant.ranks} if fits else set()
         return [rank for rank in passing if rank not in holding]
 
 

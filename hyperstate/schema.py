@@ -1,4 +1,4 @@
-"""What a value is, without its data: `TensorSpec`, `Entry`, and their wire form (JSON bytes, no pickle).
+"""What a value is, without its data: `TensorSpec`, `Entry`. The form in which ranks send them: `wire`.
 
 A value is a tree of dicts, lists, tuples and scalars with tensors as leaves. `take_apart` splits it
 into a *skeleton* that JSON can carry and the tensors; `put_together` is its inverse. Python types
@@ -11,19 +11,14 @@ from __future__ import annotations
 import base64
 import json
 import struct
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from hashlib import blake2b
-from itertools import chain
 from math import isfinite, prod
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import InvalidStateDictError, UnsupportedConfigurationError
-from .layout import Layout, Mesh, Shape
-
-K = TypeVar("K")
+from .layout import Layout, Shape
 
 DTYPES: dict[str, tuple[int, str]] = {
     "bool": (1, "bool"),
@@ -256,120 +251,6 @@ def refuse_leaf(value: Any) -> Any:
 
 Key = tuple[Any, ...]
 """Name of a value on the wire: ("model", fqn), ("state", fqn, key), …"""
-
-
-def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
-    """A JSON-able form of `entries`, equal for equal entries whatever their order of insertion.
-
-    Rows are ``[kind, *key]``; kinds, specs, layouts and meshes stand in tables, for most entries share them.
-    """
-    meshes, layouts, specs, kinds = _Table[Mesh](), _Table[Layout](), _Table[TensorSpec](), _Table[tuple[Any, ...]]()
-    numbers: dict[int, int] = {}  # by identity, for most are the same objects
-    rows: list[list[Any]] = []
-    plain = _all_text(entries)
-    for key in sorted(entries) if plain else sorted(entries, key=_order):
-        entry = entries[key]
-        kind = numbers.get(id(entry))
-        if kind is None:
-            leaves = [specs.add(spec) for spec in entry.leaves]
-            kind = numbers[id(entry)] = kinds.add(entry.kind, [entry.skeleton, leaves])
-        rows.append([kind, *key] if plain else [kind, *map(_packed_part, key)])
-    packed_specs = [
-        [spec.dtype, list(spec.shape), None if spec.layout is None else layouts.add(spec.layout), spec.form]
-        for spec in specs
-    ]
-    packed_layouts = [[meshes.add(layout.mesh), [list(split) for split in layout.splits]] for layout in layouts]
-    return {
-        "meshes": [[list(mesh.shape), list(mesh.ranks)] for mesh in meshes],
-        "layouts": packed_layouts,
-        "specs": packed_specs,
-        "kinds": list(kinds.packed),
-        "rows": rows,
-    }
-
-
-class _Table(dict[K, int]):
-    """Distinct things, numbered as they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed: list[Any] = []
-
-    def add(self, thing: K, packed: Any = None) -> int:
-        number = self.get(thing)
-        if number is None:
-            number = self[thing] = len(self)
-            self.packed.append(packed)
-        return number
-
-
-def _all_text(keys: Iterable[Iterable[Any]]) -> bool:
-    """Whether all parts of all keys are strings, as nearly always."""
-    return set(map(type, chain.from_iterable(keys))) <= {str}
-
-
-def _packed_part(part: Any) -> Any:
-    return part if type(part) is str else take_apart((part,), refuse_leaf)
-
-
-def _unpacked_part(part: Any) -> Any:
-    return part if type(part) is str else put_together(part, refuse_leaf)[0]
-
-
-def _order(key: Key) -> Key:
-    """Sorts keys whose parts are of any type."""
-    return tuple([part if type(part) is str else "\0" + json.dumps(take_apart(part, refuse_leaf)) for part in key])
-
-
-def unpack_entries(packed: Mapping[str, Any]) -> dict[Key, Entry]:
-    """The inverse of `pack_entries`. Equal specs and entries are the same objects.
-
-    Raises `InvalidStateDictError` for what `pack_entries` can't have made.
-    """
-    try:
-        return _unpack(packed)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidStateDictError):
-            raise
-        raise InvalidStateDictError(f"malformed entries: {type(error).__name__}: {error}") from error
-
-
-def _unpack(packed: Mapping[str, Any]) -> dict[Key, Entry]:
-    meshes = [Mesh(tuple(shape), tuple(ranks)) for shape, ranks in packed["meshes"]]
-    layouts = [Layout(meshes[mesh], tuple(map(tuple, splits))) for mesh, splits in packed["layouts"]]
-    specs = [
-        TensorSpec(_dtype(dtype), tuple(shape), None if layout is None else layouts[layout], form)
-        for dtype, shape, layout, form in packed["specs"]
-    ]
-    kinds = [Entry(skeleton, tuple([specs[i] for i in leaves])) for skeleton, leaves in packed["kinds"]]
-    rows = [(tuple(row[1:]), kinds[row[0]]) for row in packed["rows"]]
-    if _all_text(key for key, _ in rows):
-        return dict(rows)
-    return {tuple(map(_unpacked_part, key)): kind for key, kind in rows}
-
-
-def _dtype(name: Any) -> str:
-    if name not in DTYPES:
-        raise InvalidStateDictError(f"unknown dtype {name!r}")
-    return str(name)
-
-
-def to_wire(value: Any) -> bytes:
-    """Canonical JSON bytes of a JSON-able value, compressed."""
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
-
-
-def from_wire(data: bytes) -> Any:
-    """The inverse of `to_wire`. Raises `InvalidStateDictError` for other bytes."""
-    try:
-        return json.loads(zlib.decompress(data))
-    except (zlib.error, ValueError, RecursionError) as error:
-        raise InvalidStateDictError(f"{len(data)} bytes are no message of this library: {error}") from error
-
-
-def digest(data: bytes) -> str:
-    """A short name of `data`; equal for equal bytes."""
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 def tiny(spec: TensorSpec) -> bool:

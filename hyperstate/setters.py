@@ -17,10 +17,11 @@ from .fields import new_fields
 from .layout import Box, whole
 from .plan import Move, plan
 from .resolve import Mode, Resolution, Resolver, Write
-from .schema import LEAF, Entry, Key, TensorSpec, counter_entry, counter_of, pack_entries, tensor_entry
+from .schema import LEAF, Entry, Key, TensorSpec, counter_entry, counter_of, tensor_entry
 from .sourcing import Source
 from .statelayout import LOCAL
 from .transfer import message_limit, run
+from .wire import pack_entries
 
 
 class IncompatibleKeys(NamedTuple):

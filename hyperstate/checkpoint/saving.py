@@ -24,7 +24,7 @@ from ..errors import CheckpointError, Fault, HyperstateError, OptionError, fault
 from ..flows import Faults, collector_paused, first_of, hold_for_get, lenient, meshes_in_use, open_call, turn
 from ..getters import check_twins, describe_held
 from ..layout import Box
-from ..merge import check_alike, check_groups, merge
+from ..merge import by_key, check_alike, check_groups, merge
 from ..options import StateDictOptions, read_options
 from . import folder
 from .aside import Aside
@@ -258,7 +258,7 @@ def prepare(model: Any, optimizer: Any, wish: Wish, first: Callable[[Backend], N
         names = {alias: fqn for alias, fqn in sorted(held.names.items()) if alias != fqn}
         parts |= {"names": names, "extra": extra, "order": order, "place": _place(wish, opts)}
         classes = call.describe(faults.found, parts)
-        variants = merge(classes["entries"])
+        variants = by_key(merge(classes["entries"]))
         alike = [*check_alike(variants, call.ranks), *check_groups(classes["groups"]), *_one_place(classes["place"])]
         raise_faults(alike, call.what)
         check_twins(call, held, variants)
