@@ -44,8 +44,15 @@ class Held:
         return meshes_of([*specs, *self.params.values()])
 
 
-def hold_model(backend: Backend, model: Model, *, skip_frozen: bool = False, only: Iterable[str] | None = None) -> Held:
-    """The entries of a model; `only` are FQN prefixes (each ending in a dot) to keep."""
+def hold_model(
+    backend: Backend,
+    model: Model,
+    *,
+    skip_frozen: bool = False,
+    only: Iterable[str] | None = None,
+    contents: bool = True,
+) -> Held:
+    """The entries of a model; `only` are FQN prefixes (each ending in a dot) to keep. For `contents` see `describe`."""
     prefixes = None if only is None else tuple(only)
     live: dict[Key, Any] = {
         ("model", fqn): entry.value
@@ -53,11 +60,19 @@ def hold_model(backend: Backend, model: Model, *, skip_frozen: bool = False, onl
         if not (skip_frozen and entry.frozen) and (prefixes is None or fqn.startswith(prefixes))
     }
     names = {fqn: entry.tied or fqn for fqn, entry in model.entries().items()}
-    return Held(describe(backend.tensors, live), dict(live), names=names, prefixes=prefixes or ())
+    return Held(describe(backend.tensors, live, contents=contents), dict(live), names=names, prefixes=prefixes or ())
 
 
-def add_optimizer(backend: Backend, held: Held, model: Model, optimizer: Optimizer, state_form: str | None) -> Held:
-    """`held` with the optimizer's groups and state, under the FQNs of `model`."""
+def add_optimizer(
+    backend: Backend,
+    held: Held,
+    model: Model,
+    optimizer: Optimizer,
+    state_form: str | None,
+    *,
+    contents: bool = True,
+) -> Held:
+    """`held` with the optimizer's groups and state, under the FQNs of `model`. For `contents` see `describe`."""
     names = model.parameters()
     held.has_optimizer = True
     held.rules = rules_for(optimizer.types(), optimizer.rules())
@@ -86,7 +101,7 @@ def add_optimizer(backend: Backend, held: Held, model: Model, optimizer: Optimiz
             return spec
         return read_state(spec, held.params.get(key[1]), held.rules.get(key[2]), me)
 
-    described = describe(backend.tensors, {**state, **shared}, read)
+    described = describe(backend.tensors, {**state, **shared}, read, contents=contents)
     held.values.entries |= described.entries
     held.values.tensors |= described.tensors
     held.values.counters |= described.counters

@@ -13,6 +13,7 @@ from .backend import Tensor, Tensors
 from .errors import UnsupportedConfigurationError
 from .schema import (
     LEAF,
+    PLAIN,
     Entry,
     Key,
     TensorSpec,
@@ -49,12 +50,14 @@ def describe(
     *,
     carry_objects: bool = False,
     inline: bool = False,
+    contents: bool = True,
 ) -> Values:
     """Take `values` apart.
 
     Plain tensors of one element go into the skeleton with their bytes. Objects that JSON can't carry
     are named by their type, or with `carry_objects` pickled (for extra state, inside a job only).
     With `inline` every plain tensor goes into the skeleton (fields of param groups).
+    Without `contents` counters tell dtype and shape alone: for targets, whose values are replaced.
     Errors name the key.
     """
     result = Values()
@@ -62,15 +65,15 @@ def describe(
     for key, value in values.items():
         leaves = taker.start(key)
         try:
-            skeleton = take_apart(value, taker.leaf)
+            skeleton = taker.leaf(value) if type(value) not in PLAIN else take_apart(value, taker.leaf)
         except UnsupportedConfigurationError as error:
             raise UnsupportedConfigurationError(f"{show(key)}: {error}") from error
         specs = taker.specs
         result.entries[key] = tensor_entry(specs[0]) if skeleton is LEAF else Entry(skeleton, tuple(specs))
         result.tensors[key] = leaves
     pending, result.counters = taker.pending, taker.counters
-    contents = tensors.raw([tensors.local(one.tensor) for one in pending])
-    for one, content in zip(pending, contents, strict=True):
+    read_now = tensors.raw([tensors.local(one.tensor) for one in pending]) if contents else [b""] * len(pending)
+    for one, content in zip(pending, read_now, strict=True):
         if result.entries[one.key].skeleton is one.skeleton:
             result.entries[one.key] = counter_entry(one.spec, content)
         else:

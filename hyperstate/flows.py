@@ -239,11 +239,11 @@ def hold_for_set(backend: Backend, model: Any, optimizer: Any, given: Given, nam
     port = backend.model(model, device=given.device, names=names)
     target = Target(Held(Values(), {}), port)
     if "model" in given.sections:
-        target.held = hold_model(backend, port)
+        target.held = hold_model(backend, port, contents=False)
         target.extra = frozenset(fqn for fqn, entry in port.entries().items() if entry.kind == "extra")
     if optimizer is not None:
         target.optimizer = backend.optimizer(optimizer, names=names)
-        add_optimizer(backend, target.held, port, target.optimizer, given.state_form)
+        add_optimizer(backend, target.held, port, target.optimizer, given.state_form, contents=False)
     return target
 
 

@@ -16,7 +16,7 @@ from .errors import Fault, TransferError, UnsupportedConfigurationError, raise_f
 from .layout import Box, whole
 from .merge import Variant, Variants, by_key, check_alike, check_groups, merge, root_of
 from .plan import Move, Route, plan, to_ranks
-from .schema import LEAF, Entry, Key, TensorSpec, tensor_entry
+from .schema import LEAF, Entry, Key, TensorSpec, counter_of, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, is_sharded
 from .transfer import message_limit, run
 from .wire import pack_entries
@@ -115,12 +115,14 @@ def full(
     raise_faults([*check_alike(variants, call.ranks), *check_groups(classes["groups"])], call.what)
     if flat:
         check_twins(call, held, variants)
-    roots = {key: root_of(same) for key, same in variants.items()}
-    answered = {key[1]: not root_only or roots[key] == call.me for key in variants if key[0] == "param"}
+    # By identity: names under which ranks hold alike have the same variants.
+    found = {id(same): same for same in variants.values()}
+    root_by = {number: root_of(same) for number, same in found.items()}
+    mine_by = {number: _wanted(same, call.me, root_by[number], root_only) for number, same in found.items()}
+    roots = {key: root_by[id(same)] for key, same in variants.items()}
+    answered = {key[1]: not root_only or root == call.me for key, root in roots.items() if key[0] == "param"}
     wanted = {
-        key: mine
-        for key, same in variants.items()
-        if key[0] != "param" and (mine := _wanted(same, call.me, roots[key], root_only)) is not None
+        key: mine for key, same in variants.items() if (mine := mine_by[id(same)]) is not None and key[0] != "param"
     }
     return _Gather(call, held, variants, roots, root_only).run(wanted), answered
 
@@ -295,4 +297,6 @@ class _Gather:
             place = None if self.root_only or value is None else self.backend.tensors.place(value)
             return self.backend.tensors.from_raw(data, spec, place)
 
+        if entry.single is not None:
+            return counter(*counter_of(entry.skeleton))
         return rebuild(entry.skeleton, lambda i: self.full[key, i], counter)

@@ -11,7 +11,7 @@ from .agree import Classes
 from .describe import show
 from .errors import Fault
 from .layout import Layout
-from .schema import Entry, Key, TensorSpec, alike, tensor_entry
+from .schema import Entry, Key, TensorSpec, alike, sign, tensor_entry
 from .statelayout import AMBIGUOUS, HOOK, LOCAL, OPAQUE
 from .wire import Place, unpack_entries
 
@@ -237,15 +237,16 @@ def _complete(variant: Variant, ranks: frozenset[int]) -> bool:
 
 def check_groups(classes: Classes) -> list[Fault]:
     """Every FQN must stand in a group with the same fields wherever it stands."""
-    seen: dict[str, tuple[int, Any]] = {}
+    seen: dict[str, tuple[int, Any, str]] = {}
     faults = []
     for ranks, groups in classes:
         for fqns, skeleton in groups:
+            here = (ranks[0], skeleton, sign(skeleton))
             for fqn in fqns:
-                rank, other = seen.setdefault(fqn, (ranks[0], skeleton))
-                if not alike(other, skeleton):
-                    here, there = dict(map(_pair, skeleton["{"])), dict(map(_pair, other["{"]))
-                    names = sorted(name for name in {**here, **there} if not alike(here.get(name), there.get(name)))
+                rank, other, said = seen.setdefault(fqn, here)
+                if said != here[2]:
+                    mine, theirs = dict(map(_pair, skeleton["{"])), dict(map(_pair, other["{"]))
+                    names = sorted(n for n in {**mine, **theirs} if not alike(mine.get(n), theirs.get(n)))
                     text = f"group fields {names} of {fqn!r} differ between rank {rank} and rank {ranks[0]}"
                     faults.append(Fault(ranks[0], "DisagreementError", text))
     return faults

@@ -83,10 +83,8 @@ class Resolver:
         self.mode, self.ranks, self.me, self.rules = mode, ranks, me, rules
         self.out = Resolution()
         self._namings: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}
-        self.names: dict[str, str] = {}
+        self.names: dict[str, str] = {k: v for _, target in targets for k, v in target["names"].items()}
         """Further names of tied parameters -> the first."""
-        for _, target in targets:
-            self.names |= target["names"]
         self.targets = merge([(ranks, target["entries"]) for ranks, target in targets])
         self.sources = self._canonical(merge([(ranks, source["entries"]) for ranks, source in sources]))
 

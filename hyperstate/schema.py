@@ -158,7 +158,7 @@ def take_apart(value: Any, leaf: TakeLeaf, depth: int = 0) -> Any:
     Raises `UnsupportedConfigurationError` for a value that is nested too deep, or holds itself.
     """
     kind = type(value)
-    if kind not in _PLAIN:
+    if kind not in PLAIN:
         return leaf(value)
     if value is None or kind in (bool, str):
         return value
@@ -180,7 +180,8 @@ def take_apart(value: Any, leaf: TakeLeaf, depth: int = 0) -> Any:
     return {"{": [[take_apart(key, leaf, inner), take_apart(item, leaf, inner)] for key, item in value.items()]}
 
 
-_PLAIN = frozenset({type(None), bool, str, int, float, list, tuple, dict, complex, bytes})
+PLAIN = frozenset({type(None), bool, str, int, float, list, tuple, dict, complex, bytes})
+"""Types of values that JSON carries, or that are taken apart."""
 
 
 def put_together(skeleton: Any, leaf: TakeLeaf) -> Any:
@@ -231,7 +232,12 @@ def _hashable(key: Any) -> Any:
 
 def alike(a: Any, b: Any) -> bool:
     """Whether two skeletons are of equal values: ``True`` is not ``1``, ``-0.0`` not ``0.0``."""
-    return json.dumps(a) == json.dumps(b)
+    return sign(a) == sign(b)
+
+
+def sign(skeleton: Any) -> str:
+    """A text that is equal for equal values alone."""
+    return json.dumps(skeleton)
 
 
 def is_opaque(skeleton: Any) -> bool:

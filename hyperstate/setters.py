@@ -17,7 +17,7 @@ from .fields import new_fields
 from .layout import Box, whole
 from .plan import Move, plan
 from .resolve import Mode, Resolution, Resolver, Write
-from .schema import LEAF, Entry, Key, TensorSpec, counter_entry, counter_of, tensor_entry
+from .schema import LEAF, Entry, Key, TensorSpec, counter_of, tensor_entry
 from .sourcing import Source
 from .statelayout import LOCAL
 from .transfer import message_limit, run
@@ -193,17 +193,11 @@ def _target_part(target: Target) -> dict[str, Any]:
     entries: dict[Key, Entry] = {("param", fqn): tensor_entry(spec) for fqn, spec in held.params.items()}
     for key, entry in held.values.entries.items():
         if key[0] == "state":
-            entries[key] = _without_content(entry)
+            entries[key] = entry
         elif key[0] == "model" and held.names.get(key[1], key[1]) == key[1]:
-            entries[key] = Entry({"?": "extra"}) if key[1] in target.extra else _without_content(entry)
+            entries[key] = Entry({"?": "extra"}) if key[1] in target.extra else entry
     aliases = {alias: fqn for alias, fqn in held.names.items() if alias != fqn}
     return {"entries": pack_entries(entries), "names": dict(sorted(aliases.items()))}
-
-
-def _without_content(entry: Entry) -> Entry:
-    """An entry whose counters show dtype and shape alone: targets are replaced, so their values don't matter."""
-    spec = entry.single
-    return entry if spec is None or entry.leaves else counter_entry(spec, b"")
 
 
 def _source_part(backend: Backend, source: Source, described: Values, carry_objects: bool) -> dict[str, Any]:

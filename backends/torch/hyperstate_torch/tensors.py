@@ -139,11 +139,8 @@ class TorchTensors:
 
     def view(self, local: torch.Tensor, box: Box) -> torch.Tensor:
         """The region `box` of `local`; `local` itself if that is all of it."""
-        found = local
-        for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
-            if start or stop != local.shape[dim]:
-                found = found.narrow(dim, start, stop - start)
-        return found
+        index = _index(box, local.shape)
+        return local[index] if index else local
 
     def storage(self, local: torch.Tensor) -> Hashable:
         """The device and address of the storage."""
@@ -211,7 +208,9 @@ class TorchTensors:
         made = self.empty(spec.shape, spec.dtype, place)
         if len(data) != made.numel() * made.element_size():
             raise ValueError(f"{len(data)} bytes can't be a {spec.dtype}{list(spec.shape)}")
-        if data:
+        if data and made.device == _HOST:
+            ctypes.memmove(made.data_ptr(), data, len(data))
+        elif data:
             _bytes_of(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return made
 
@@ -256,6 +255,15 @@ class TorchTensors:
             whole, itemsize, start = seen
             found.append(whole.as_strided(shape, _stride(shape), start + offset // itemsize))
         return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _index(box: Box, shape: torch.Size) -> tuple[slice, ...]:
+    """What cuts `box` out of a tensor of `shape`; empty if it is all of it."""
+    index = [slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
+    while index and (index[-1].start, index[-1].stop) == (0, shape[len(index) - 1]):
+        index.pop()
+    return tuple(index)
 
 
 _stride = lru_cache(maxsize=1 << 12)(dtensors.contiguous_stride)
