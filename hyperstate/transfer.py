@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from .backend import Backend, Buffer, Local, Pending
 from .errors import OptionError
@@ -59,7 +60,7 @@ class _Arrival:
 class _Runner:
     def __init__(self, backend: Backend, stage: Stage, source: Storage, target: Storage, timeout: float) -> None:
         self.backend, self.stage, self.timeout = backend, stage, timeout
-        self._source, self._target = source, target
+        self._source, self._target = cache(source), cache(target)  # a move has several pieces
         self._inner: dict[tuple[int, int], tuple[Box, Box, Box]] = {}
         """By identity of a box and the one that is held, shared by pieces of one route: both, and one in the other."""
 
