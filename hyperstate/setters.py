@@ -233,16 +233,17 @@ def _prepare(backend: Backend, target: Target, result: Resolution) -> _Prepared:
     me = backend.fabric.rank()
     boxes: dict[Write, list[tuple[TensorSpec, Box | None]]] = {}
     contents: dict[Write, Local | None] = {}
+    fits: dict[tuple[int, int], bool] = {}
     for key, write in result.writes.items():
-        mine = boxes.get(write)
-        if mine is None:
-            mine = boxes[write] = [(spec, _box_of(spec, me)) for spec in write.targets]
+        if write not in boxes:
+            boxes[write] = [(spec, _box_of(spec, me)) for spec in write.targets]
             contents[write] = _content(backend, write)
-        single, content = write.source.single is not None, contents[write]
-        for i, (spec, box) in enumerate(mine):
+        content = contents[write]
+        for i, (spec, box) in enumerate(boxes[write]):
             if box is None:
                 continue
-            slot = prepared.slots[key, i] = _slot(backend, target, key, spec, box, single)
+            old = _written(target, key, spec, box, fits) if write.source.single is not None else None
+            slot = prepared.slots[key, i] = _slot(backend, target, key, spec, box, old)
             if content is not None and box.size:
                 prepared.copies.append((slot.local, backend.tensors.view(content, box)))
     return prepared
@@ -261,23 +262,30 @@ def _content(backend: Backend, write: Write) -> Local | None:
     return backend.tensors.from_raw(data, have, None)
 
 
-def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, box: Box, single: bool) -> _Slot:
-    """Where this rank keeps its part of one tensor."""
-    tensors = backend.tensors
+def _written(target: Target, key: Key, spec: TensorSpec, box: Box, fits: dict[tuple[int, int], bool]) -> Any:
+    """The value that is written in place, if any. `fits` keeps what was found out, by identity of what decides."""
     if key[0] == "model":
-        assert target.model is not None
-        live = target.model.writer(key[1])
-        if live is not None:
-            return _Slot(tensors.local(live), box, spec, live)
+        return None if target.model is None else target.model.writer(key[1])
+    kept = target.held.values.entries.get(key)
+    if kept is None:
+        return None
+    sign = (id(kept), id(spec))
+    if sign not in fits:
+        was = kept.single
+        plain = (None, box.shape, spec.dtype)
+        fits[sign] = was is not None and (was == spec or (was.layout, was.shape, was.dtype) == plain)
+    return target.held.live[key] if fits[sign] else None
+
+
+def _slot(backend: Backend, target: Target, key: Key, spec: TensorSpec, box: Box, old: Any) -> _Slot:
+    """Where this rank keeps its part of one tensor: in `old`, if given."""
+    tensors = backend.tensors
+    if old is not None:
+        return _Slot(tensors.local(old), box, spec, old)
+    if key[0] == "model":
         value = target.held.live[key]
         place = None if tensors.spec(value) is None else tensors.place(value)
         return _Slot(tensors.empty(box.shape, spec.dtype, place), box, spec)
-    kept = target.held.values.entries.get(key)
-    if single and kept is not None:
-        was = kept.single
-        if was is not None and (was == spec or (was.layout, was.shape, was.dtype) == (None, box.shape, spec.dtype)):
-            old = target.held.live[key]
-            return _Slot(tensors.local(old), box, spec, old)
     return _Slot(tensors.empty(box.shape, spec.dtype, _fresh_place(backend, target, key, spec)), box, spec)
 
 
