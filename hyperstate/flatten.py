@@ -58,9 +58,12 @@ def flatten_optim_state_dict(state: Mapping[str, Any], *, dialect: str = "hypers
     if dialect not in _DIALECTS:
         raise OptionError(f"dialect={dialect!r} must be one of {sorted(_DIALECTS)}")
     _check_nested(state)
+    flat = _plainly(state, _DIALECTS[dialect])
+    if flat is not None:
+        return flat
     parts = [*_state_parts(state.get(_STATE) or {}), *_group_parts(state.get(_TORCH_GROUP) or [], _DIALECTS[dialect])]
     _check_named(state, parts)
-    flat: dict[str, Any] = {}
+    flat = {}
     origin: dict[str, _Part] = {}
     fqns = {part.fqn for part in parts}
     for part in parts:
@@ -75,6 +78,25 @@ def flatten_optim_state_dict(state: Mapping[str, Any], *, dialect: str = "hypers
             raise UnsupportedConfigurationError(f"the key {name!r} in 'global' is no string: it has no flat form")
         flat[f"{_GLOBAL}.{name}"] = value
     return flat
+
+
+def _plainly(state: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
+    """The flat form where no part can be lost or misread, as nearly always; None where each has to be looked at."""
+    groups = [
+        (group["params"], [(field, value) for field, value in group.items() if field != "params"])
+        for group in state.get(_TORCH_GROUP) or []
+    ]
+    held: Mapping[Any, Mapping[Any, Any]] = state.get(_STATE) or {}
+    names = {name for slots in held.values() for name in slots} | {name for _, fields in groups for name, _ in fields}
+    fqns = [*held, *(fqn for params, _ in groups for fqn in params)]
+    if state.get(_GLOBAL) or not all(isinstance(name, str) and "." not in name for name in names):
+        return None
+    if not all(isinstance(fqn, str) for fqn in fqns) or not all([*held.values()]) or not all(map(all, groups)):
+        return None
+    flat = {f"{_STATE}.{fqn}.{name}": value for fqn, slots in held.items() for name, value in slots.items()}
+    flat |= {f"{prefix}.{fqn}.{name}": value for params, fields in groups for fqn in params for name, value in fields}
+    count = sum(map(len, held.values())) + sum(len(params) * len(fields) for params, fields in groups)
+    return flat if len(flat) == count else None
 
 
 def _check_nested(state: Mapping[str, Any]) -> None:
