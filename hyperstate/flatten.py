@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from .errors import (
     IncompatibleStateError,
@@ -58,45 +58,22 @@ def flatten_optim_state_dict(state: Mapping[str, Any], *, dialect: str = "hypers
     if dialect not in _DIALECTS:
         raise OptionError(f"dialect={dialect!r} must be one of {sorted(_DIALECTS)}")
     _check_nested(state)
-    flat = _plainly(state, _DIALECTS[dialect])
-    if flat is not None:
-        return flat
     parts = [*_state_parts(state.get(_STATE) or {}), *_group_parts(state.get(_TORCH_GROUP) or [], _DIALECTS[dialect])]
     _check_named(state, parts)
-    flat = {}
-    origin: dict[str, _Part] = {}
+    flat: dict[str, Any] = {}
     fqns = {part.fqn for part in parts}
     for part in parts:
-        _check_part(part, fqns, dialect)
-        key = f"{part.prefix}.{part.fqn}.{part.name}"
-        if key in origin:
-            raise UnsupportedConfigurationError(f"{origin[key]} and {part} would both become the flat key {key!r}")
-        origin[key] = part
-        flat[key] = part.value
+        prefix, fqn, name, value = part
+        if type(fqn) is not str or type(name) is not str or "." in name:
+            _check_part(part, fqns, dialect)
+        flat[f"{prefix}.{fqn}.{name}"] = value
+    if len(flat) < len(parts):
+        _refuse_twins(parts)
     for name, value in (state.get(_GLOBAL) or {}).items():
         if not isinstance(name, str):
             raise UnsupportedConfigurationError(f"the key {name!r} in 'global' is no string: it has no flat form")
         flat[f"{_GLOBAL}.{name}"] = value
     return flat
-
-
-def _plainly(state: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
-    """The flat form where no part can be lost or misread, as nearly always; None where each has to be looked at."""
-    groups = [
-        (group["params"], [(field, value) for field, value in group.items() if field != "params"])
-        for group in state.get(_TORCH_GROUP) or []
-    ]
-    held: Mapping[Any, Mapping[Any, Any]] = state.get(_STATE) or {}
-    names = {name for slots in held.values() for name in slots} | {name for _, fields in groups for name, _ in fields}
-    fqns = [*held, *(fqn for params, _ in groups for fqn in params)]
-    if state.get(_GLOBAL) or not all(isinstance(name, str) and "." not in name for name in names):
-        return None
-    if not all(isinstance(fqn, str) for fqn in fqns) or not all([*held.values()]) or not all(map(all, groups)):
-        return None
-    flat = {f"{_STATE}.{fqn}.{name}": value for fqn, slots in held.items() for name, value in slots.items()}
-    flat |= {f"{prefix}.{fqn}.{name}": value for params, fields in groups for fqn in params for name, value in fields}
-    count = sum(map(len, held.values())) + sum(len(params) * len(fields) for params, fields in groups)
-    return flat if len(flat) == count else None
 
 
 def _check_nested(state: Mapping[str, Any]) -> None:
@@ -165,6 +142,17 @@ def _check_part(part: _Part, fqns: Container[str], dialect: str) -> None:
         raise UnsupportedConfigurationError(
             f"{part} has a dot in its key, which PyTorch's flat form reads as a nested dict"
         )
+
+
+def _refuse_twins(parts: Iterable[_Part]) -> NoReturn:
+    """Name the first two parts with one flat key."""
+    seen: dict[str, _Part] = {}
+    for part in parts:
+        key = f"{part.prefix}.{part.fqn}.{part.name}"
+        if key in seen:
+            raise UnsupportedConfigurationError(f"{seen[key]} and {part} would both become the flat key {key!r}")
+        seen[key] = part
+    raise AssertionError("no two parts have one flat key")
 
 
 def is_flat(state_dict: Mapping[Any, Any]) -> bool:

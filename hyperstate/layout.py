@@ -34,13 +34,18 @@ class Box(NamedTuple):
 
     def within(self, other: Box) -> Box:
         """This box in the coordinates of `other`, which must contain it."""
-        return Box(_difference(self.start, other.start), _difference(self.stop, other.start))
+        return _within(self, other)
 
 
 @lru_cache(maxsize=1 << 12)
 def _difference(a: Shape, b: Shape) -> Shape:
     """Many tensors of a model are cut alike, so that few differences come up again and again."""
     return tuple(map(sub, a, b))
+
+
+@lru_cache(maxsize=1 << 12)
+def _within(box: Box, other: Box) -> Box:
+    return Box(_difference(box.start, other.start), _difference(box.stop, other.start))
 
 
 def whole(shape: Shape) -> Box:

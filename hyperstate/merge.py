@@ -83,11 +83,11 @@ def _settled(found: Places) -> Places:
     result: Places = {}
     for place, variants in found.items():
         params = found.get(("param", place[1])) if place[0] == "state" else None
-        sign = id(variants), id(params)
-        if sign not in done:
+        about = id(variants), id(params)
+        if about not in done:
             param = _parameter(params)
-            done[sign] = {rest: settle(same, param) if len(same) > 1 else same for rest, same in variants.items()}
-        result[place] = done[sign]
+            done[about] = {rest: settle(same, param) if len(same) > 1 else same for rest, same in variants.items()}
+        result[place] = done[about]
     return result
 
 

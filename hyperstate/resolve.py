@@ -117,7 +117,7 @@ class Resolver:
                 decisions = self._decisions(place, held[()])
                 if before == self._notes():  # what was noted belongs to this name alone
                     known[sign] = decisions
-            self._note(section if section == "model" else "state", name, decisions)
+            self._deliver(section if section == "model" else "state", name, decisions)
         self._shared()
         self._unexpected()
         return self.out
@@ -129,7 +129,7 @@ class Resolver:
             return [decision for variant in held for decision in self._parameter(place[1], variant)]
         return list(filter(None, [self._decided(place, variant, self._model_specs) for variant in held]))
 
-    def _note(self, section: str, name: Any, decisions: Iterable[_Decision]) -> None:
+    def _deliver(self, section: str, name: Any, decisions: Iterable[_Decision]) -> None:
         for rest, routes, write in decisions:
             key = (section, name, *rest)
             for i, route in enumerate(routes):
@@ -331,7 +331,7 @@ class Resolver:
         for (section, name), passed in self.sources.items():
             for rest in passed if section == "global" else ():
                 decided = self._decided((section, name, *rest), target, lambda _, __, entry, ___: _plain(entry))
-                self._note(section, name, filter(None, [decided]))
+                self._deliver(section, name, filter(None, [decided]))
 
     # -- the rest -------------------------------------------------------------------------------------
 

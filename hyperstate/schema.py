@@ -102,7 +102,7 @@ class Entry:
     @cached_property
     def kind(self) -> tuple[Any, ...]:
         """What equal entries have in common, hashable."""
-        return self.leaves if self.skeleton == LEAF else (json.dumps(self.skeleton), *self.leaves)
+        return self.leaves if self.skeleton == LEAF else (sign(self.skeleton), *self.leaves)
 
     @cached_property
     def layout(self) -> Layout | None:

@@ -61,8 +61,6 @@ class _Runner:
     def __init__(self, backend: Backend, stage: Stage, source: Storage, target: Storage, timeout: float) -> None:
         self.backend, self.stage, self.timeout = backend, stage, timeout
         self._source, self._target = cache(source), cache(target)  # a move has several pieces
-        self._inner: dict[tuple[int, int], tuple[Box, Box, Box]] = {}
-        """By identity of a box and the one that is held, shared by pieces of one route: both, and one in the other."""
 
     def run(self) -> None:
         tensors = self.backend.tensors
@@ -143,7 +141,4 @@ class _Runner:
         return local if piece.box is held or piece.box == held else self._view(local, held, piece.box)
 
     def _view(self, local: Local, held: Box, box: Box) -> Local:
-        found = self._inner.get((id(box), id(held)))
-        if found is None:
-            found = self._inner[id(box), id(held)] = (box, held, box.within(held))
-        return self.backend.tensors.view(local, found[2])
+        return self.backend.tensors.view(local, box.within(held))

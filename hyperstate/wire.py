@@ -28,9 +28,8 @@ def pack_entries(entries: Mapping[Key, Entry]) -> dict[str, Any]:
     """
     if not _plain(entries):
         entries = {tuple(map(_packed_part, key)): entry for key, entry in entries.items()}
-    by_name: dict[
-        Key, list[Any]
-    ] = {}  # by section and name: the rest of the key and the identity of the entry, in turn
+    by_name: dict[Key, list[Any]] = {}
+    """By section and name: the rest of a key and the identity of its entry, in turn."""
     for key, entry in entries.items():
         by_name.setdefault(key[:2], []).extend((key[2:], id(entry)))
     meshes, layouts, specs, kinds = _Table[Mesh](), _Table[Layout](), _Table[TensorSpec](), _Table[tuple[Any, ...]]()

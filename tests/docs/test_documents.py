@@ -17,9 +17,9 @@ from hyperstate.testing.worker import load_file
 README = pages.ROOT / "README.md"
 
 
-def test_the_readme_s_script_has_at_most_twenty_lines() -> None:
+def test_the_readme_s_script_has_eighteen_lines() -> None:
     (program,) = pages.read(README).programs
-    assert 20 >= len([line for block in program.of("python") for line in block.text.splitlines() if line.strip()])
+    assert 18 == len([line for block in program.of("python") for line in block.text.splitlines() if line.strip()])
 
 
 def test_the_readme_has_two_commands_of_one_line() -> None:

@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hyperstate as hs
-from hyperstate.layout import Layout
+from hyperstate import backend as backends
+from hyperstate.layout import Box, Layout
 from hyperstate.schema import TensorSpec
 
 Shape = tuple[int, ...]
@@ -225,3 +226,9 @@ def test_a_statistic_of_a_strided_shard_gets_the_placements_that_pytorch_would_g
             wrapped = tensors().wrap(rows.to_local().detach().clone(), reduced, weight)
             assert (rows.placements, rows.shape) == (wrapped.placements, wrapped.shape)
             assert tensors().spec(rows) == tensors().spec(wrapped)
+
+
+@pytest.mark.parametrize("box", [Box((0, 2), (2, 4)), Box((3, 0), (4, 3)), Box((2, 0), (1, 3)), Box((-1, 0), (1, 3))])
+def test_a_region_beyond_a_tensor_is_refused_and_not_clipped(box: Box) -> None:
+    with pytest.raises(IndexError, match="beyond"):
+        backends.load("torch").tensors.view(numbered((3, 3)), box)
