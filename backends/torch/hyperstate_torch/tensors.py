@@ -259,7 +259,7 @@ class TorchTensors:
 
 @lru_cache(maxsize=1 << 12)
 def _index(box: Box, shape: torch.Size) -> tuple[slice, ...]:
-    """What cuts `box` out of a tensor of `shape`; empty if it is all of it. Slices alone would be clipped in silence."""
+    """What cuts `box` out of a tensor of `shape`; empty if it is all. Slices alone would be clipped in silence."""
     if any(not 0 <= start <= stop <= size for start, stop, size in zip(box.start, box.stop, shape, strict=True)):
         raise IndexError(f"{box} reaches beyond a tensor of shape {tuple(shape)}")
     index = [slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
